@@ -1,0 +1,57 @@
+# Paceline: every target sets up .venv by itself on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ROOMS := cluster scheduler kernels workers deploy
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve chat test test-slow lint format types bench bench-peers clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(READY) ## make .venv with pinned dependencies
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Paceline needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 2; }
+	@echo "Setting up $(VENV): a few minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+serve: $(READY) ## serve the default model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
+	@$(BIN)/paceline serve $(ARGS)
+
+chat: $(READY) ## talk to a running server in the terminal
+	@$(BIN)/paceline chat $(ARGS)
+
+test: $(READY) ## the test suite (about ten minutes on two cores)
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+test-slow: $(READY) ## the tests marked slow
+	@$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+lint: $(READY) ## ruff: style and imports
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: $(READY) ## ruff: mend what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(READY) ## pyright; tests see the package through links under build/typing
+	@mkdir -p build/typing/paceline
+	@for room in $(ROOMS); do ln -sfn ../../../$$room build/typing/paceline/$$room; done
+	@ln -sfn ../../../__init__.py build/typing/paceline/__init__.py
+	@$(BIN)/pyright
+
+bench: $(READY) ## throughput and latency of this checkout on this machine
+	@$(BIN)/python -m paceline.deploy.bench_peers --only paceline $(ARGS)
+
+bench-peers: $(READY) ## the same beside vLLM's CPU build and transformers
+	@$(BIN)/python -m paceline.deploy.bench_peers $(ARGS)
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

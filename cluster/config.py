@@ -1,0 +1,194 @@
+"""Configuration: one source of defaults for file, environment and command line; frozen once built.
+
+Precedence: flags, then `PACELINE_*` variables, then the TOML file, then the defaults written here. Option names
+are unique over all sections, so a flag (`--max-num-seqs`) and a variable (`PACELINE_MAX_NUM_SEQS`) need no prefix.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from .errors import ConfigError
+
+Dtype = Literal["bfloat16", "float32"]
+Device = Literal["auto", "cpu", "cuda"]
+
+DEFAULT_MODEL = "default"
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which weights are served, and in what precision."""
+
+    model: str = DEFAULT_MODEL  # "default", a Hugging Face id, a directory, or a .gguf file
+    revision: str | None = None  # of a Hugging Face id
+    served_model_name: str | None = None  # the `model` of requests; None: derived from `model`
+    dtype: Dtype = "bfloat16"
+    max_model_len: int | None = None  # tokens per sequence; None: what the model was trained for
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine: ranks, batches, pages."""
+
+    tensor_parallel_size: int = 1
+    device: Device = "auto"
+    num_threads: int | None = None  # per rank on CPU; None: the machine's cores shared out
+    max_num_seqs: int = 32  # sequences in one step
+    max_num_batched_tokens: int = 512  # rows in one step
+    max_queued_requests: int = 256  # waiting; beyond it a request is answered 429
+    page_size: int = 16  # tokens per page of K/V
+    kv_cache_gib: float | None = None  # over all ranks; None: 1 GiB on CPU, measured free memory on GPU
+    gpu_memory_utilization: float = 0.9
+    aging_s: float = 30.0  # waiting this long is worth one step of priority
+    tap_layer_ids: tuple[int, ...] = ()  # blocks whose residual stream is written to the tap scratch
+    drafter: Literal["none"] = "none"
+    step_deadline_s: float = 60.0
+    start_timeout_s: float = 600.0
+    check_invariants: bool = False  # run check() after every event
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The front door."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_s: float = 20.0  # how long a replica may finish its streams when it is asked to stop
+    max_body_bytes: int = 4 << 20
+    max_stream_backlog: int = 4096  # undelivered tokens after which a slow reader's request is ended
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is decided before a process starts."""
+
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
+
+
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "model": ModelConfig,
+    "engine": EngineConfig,
+    "server": ServerConfig,
+}
+_SECTION_OF = {
+    field.name: section for section, kind in SECTIONS.items() for field in msgspec.structs.fields(kind)
+}
+
+
+def load_config(
+    *,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Config:
+    """Build the configuration; a flag whose value is None counts as not given.
+
+    Raises ConfigError for an unknown key (naming the nearest), a value of the wrong type, or a contradiction.
+    """
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    if file is not None:
+        _merge_file(values, file)
+    _merge_environ(values, os.environ if environ is None else environ)
+    for name, value in (flags or {}).items():
+        if value is not None:
+            values[_section_of(name, "option")][name] = value
+    try:
+        config = msgspec.convert(values, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}") from None
+    _validate(config)
+    return config
+
+
+def cache_dir() -> Path:
+    """Where downloads and converted models are kept: PACELINE_CACHE, or the user's cache directory."""
+    if configured := os.environ.get("PACELINE_CACHE"):
+        return Path(configured).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "paceline"
+
+
+def _merge_file(values: dict[str, dict[str, Any]], file: Path) -> None:
+    try:
+        document = tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {file} does not exist") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {file} is not TOML: {error}") from None
+    for section, table in document.items():
+        if section not in SECTIONS:
+            raise ConfigError(f"{file}: unknown section [{section}]{_nearest(section, SECTIONS)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{file}: [{section}] must be a table of options")
+        for name, value in table.items():  # pyright: ignore[reportUnknownVariableType]
+            known = [field.name for field in msgspec.structs.fields(SECTIONS[section])]
+            if name not in known:
+                raise ConfigError(f"{file}: unknown option {name!r} in [{section}]{_nearest(str(name), known)}")  # pyright: ignore[reportUnknownArgumentType]
+            values[section][name] = value
+
+
+def _merge_environ(values: dict[str, dict[str, Any]], environ: Mapping[str, str]) -> None:
+    for variable, text in environ.items():
+        if not variable.startswith("PACELINE_") or variable == "PACELINE_CACHE":
+            continue
+        name = variable.removeprefix("PACELINE_").lower()
+        section = _section_of(name, f"variable {variable}:")
+        kind = next(f.type for f in msgspec.structs.fields(SECTIONS[section]) if f.name == name)
+        try:
+            values[section][name] = msgspec.convert(_split(text, kind), kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"variable {variable}={text!r}: {error}") from None
+
+
+def _split(text: str, kind: Any) -> str | list[str]:
+    """A tuple option is written with commas in the environment."""
+    is_tuple = get_origin(kind) is tuple or any(get_origin(arm) is tuple for arm in get_args(kind))
+    return [part for part in text.split(",") if part] if is_tuple else text
+
+
+def _section_of(name: str, what: str) -> str:
+    if name not in _SECTION_OF:
+        raise ConfigError(f"{what} {name!r} is unknown{_nearest(name, _SECTION_OF)}")
+    return _SECTION_OF[name]
+
+
+def _nearest(name: str, known: Mapping[str, Any] | list[str]) -> str:
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else f"; known are {', '.join(sorted(known))}"
+
+
+def _validate(config: Config) -> None:
+    engine, server, model = config.engine, config.server, config.model
+    for name, value in (
+        ("tensor_parallel_size", engine.tensor_parallel_size),
+        ("max_num_seqs", engine.max_num_seqs),
+        ("max_queued_requests", engine.max_queued_requests),
+        ("num_threads", engine.num_threads),
+        ("max_model_len", model.max_model_len),
+        ("max_body_bytes", server.max_body_bytes),
+        ("max_stream_backlog", server.max_stream_backlog),
+        ("step_deadline_s", engine.step_deadline_s),
+        ("start_timeout_s", engine.start_timeout_s),
+        ("aging_s", engine.aging_s),
+        ("kv_cache_gib", engine.kv_cache_gib),
+    ):
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name} is {value}; it must be above 0")
+    if engine.page_size not in (8, 16, 32, 64, 128):
+        raise ConfigError(f"page_size is {engine.page_size}; choose 8, 16, 32, 64 or 128")
+    if engine.max_num_batched_tokens < engine.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({engine.max_num_batched_tokens}) is below max_num_seqs "
+            f"({engine.max_num_seqs}): every running sequence needs a row; raise the first or lower the second"
+        )
+    if not 0 < engine.gpu_memory_utilization <= 1:
+        raise ConfigError(f"gpu_memory_utilization is {engine.gpu_memory_utilization}; it is a share, above 0 and at most 1")
+    if not 0 <= server.port <= 65535:
+        raise ConfigError(f"port is {server.port}; it must be between 0 and 65535")
+    if len(set(engine.tap_layer_ids)) != len(engine.tap_layer_ids) or any(i < 0 for i in engine.tap_layer_ids):
+        raise ConfigError(f"tap_layer_ids {engine.tap_layer_ids} must be distinct block indices, 0 or above")

@@ -1,15 +1,17 @@
 """Configuration: one source of defaults for file, environment and command line; frozen once built.
 
-Precedence: flags, then `PACELINE_*` variables, then the TOML file, then the defaults written here. Option names
-are unique over all sections, so a flag (`--max-num-seqs`) and a variable (`PACELINE_MAX_NUM_SEQS`) need no prefix.
+Precedence: flags, then `PACELINE_*` variables, then the TOML file, then the defaults written here. Option
+names are unique over all sections, so a flag (`--max-num-seqs`) and a variable (`PACELINE_MAX_NUM_SEQS`) need
+no prefix.
 """
 
 import difflib
+import math
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -17,8 +19,10 @@ from .errors import ConfigError
 
 Dtype = Literal["bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
+ReportLevel = Literal["none", "summary", "detailed"]
 
 DEFAULT_MODEL = "default"
+BUILT_IN_DRAFTERS = ("default", "none", "ngram")  # names that are no path and no id
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,8 +48,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_gib: float | None = None  # over all ranks; None: 1 GiB on CPU, measured free memory on GPU
     gpu_memory_utilization: float = 0.9
     aging_s: float = 30.0  # waiting this long is worth one step of priority
-    tap_layer_ids: tuple[int, ...] = ()  # blocks whose residual stream is written to the tap scratch
-    drafter: Literal["none"] = "none"
+    prefix_cache: bool = True  # K/V pages of known prefixes are kept and shared
+    drafter: str = "default"  # "default" (the model's own, else n-gram), "none", "ngram", a directory, an id
+    num_draft_tokens: int | None = None  # per step and sequence; None: the most the drafter makes
+    draft_budget: bool = True  # verify drafts only as far as that pays; False: always all there are
+    context_cap: int = 16384  # tokens of context per sequence in the drafter; 0: no cap
+    drafter_cache_gib: float | None = None  # per shard; None: what the target's K/V leaves for it
+    draft_deadline_s: float = 5.0  # after which a step goes on without a silent shard
     step_deadline_s: float = 60.0
     start_timeout_s: float = 600.0
     check_invariants: bool = False  # run check() after every event
@@ -58,6 +67,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     drain_s: float = 20.0  # how long a replica may finish its streams when it is asked to stop
     max_body_bytes: int = 4 << 20
+    per_request_speculation_metrics: ReportLevel = "none"  # what an answer tells of its drafts
     max_stream_backlog: int = 4096  # undelivered tokens after which a slow reader's request is ended
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -125,10 +135,10 @@ def _merge_file(values: dict[str, dict[str, Any]], file: Path) -> None:
             raise ConfigError(f"{file}: unknown section [{section}]{_nearest(section, SECTIONS)}")
         if not isinstance(table, dict):
             raise ConfigError(f"{file}: [{section}] must be a table of options")
-        for name, value in table.items():  # pyright: ignore[reportUnknownVariableType]
-            known = [field.name for field in msgspec.structs.fields(SECTIONS[section])]
+        known = [field.name for field in msgspec.structs.fields(SECTIONS[section])]
+        for name, value in cast(dict[str, Any], table).items():
             if name not in known:
-                raise ConfigError(f"{file}: unknown option {name!r} in [{section}]{_nearest(str(name), known)}")  # pyright: ignore[reportUnknownArgumentType]
+                raise ConfigError(f"{file}: unknown option {name!r} in [{section}]{_nearest(name, known)}")
             values[section][name] = value
 
 
@@ -140,15 +150,9 @@ def _merge_environ(values: dict[str, dict[str, Any]], environ: Mapping[str, str]
         section = _section_of(name, f"variable {variable}:")
         kind = next(f.type for f in msgspec.structs.fields(SECTIONS[section]) if f.name == name)
         try:
-            values[section][name] = msgspec.convert(_split(text, kind), kind, strict=False)
+            values[section][name] = msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(f"variable {variable}={text!r}: {error}") from None
-
-
-def _split(text: str, kind: Any) -> str | list[str]:
-    """A tuple option is written with commas in the environment."""
-    is_tuple = get_origin(kind) is tuple or any(get_origin(arm) is tuple for arm in get_args(kind))
-    return [part for part in text.split(",") if part] if is_tuple else text
 
 
 def _section_of(name: str, what: str) -> str:
@@ -176,19 +180,29 @@ def _validate(config: Config) -> None:
         ("start_timeout_s", engine.start_timeout_s),
         ("aging_s", engine.aging_s),
         ("kv_cache_gib", engine.kv_cache_gib),
+        ("num_draft_tokens", engine.num_draft_tokens),
+        ("drafter_cache_gib", engine.drafter_cache_gib),
+        ("draft_deadline_s", engine.draft_deadline_s),
     ):
-        if value is not None and value <= 0:
-            raise ConfigError(f"{name} is {value}; it must be above 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} is {value}; it must be above 0, and finite")
     if engine.page_size not in (8, 16, 32, 64, 128):
         raise ConfigError(f"page_size is {engine.page_size}; choose 8, 16, 32, 64 or 128")
     if engine.max_num_batched_tokens < engine.max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens ({engine.max_num_batched_tokens}) is below max_num_seqs "
-            f"({engine.max_num_seqs}): every running sequence needs a row; raise the first or lower the second"
+            f"({engine.max_num_seqs}): each sequence needs a row; raise the first or lower the second"
         )
+    if engine.context_cap != 0 and engine.context_cap < engine.page_size:
+        raise ConfigError(
+            f"context_cap is {engine.context_cap}; it must be 0 (no cap) or at least a page of "
+            f"{engine.page_size} tokens"
+        )
+    if not engine.drafter:
+        raise ConfigError("drafter is empty; write none to serve without one")
     if not 0 < engine.gpu_memory_utilization <= 1:
-        raise ConfigError(f"gpu_memory_utilization is {engine.gpu_memory_utilization}; it is a share, above 0 and at most 1")
+        raise ConfigError(
+            f"gpu_memory_utilization is {engine.gpu_memory_utilization}; it is a share, above 0 and at most 1"
+        )
     if not 0 <= server.port <= 65535:
         raise ConfigError(f"port is {server.port}; it must be between 0 and 65535")
-    if len(set(engine.tap_layer_ids)) != len(engine.tap_layer_ids) or any(i < 0 for i in engine.tap_layer_ids):
-        raise ConfigError(f"tap_layer_ids {engine.tap_layer_ids} must be distinct block indices, 0 or above")

@@ -1,15 +1,15 @@
 """The error tree: what a user can mend, and what only we can.
 
-    PacelineError
-    |-- UserError               the caller's mistake; the text names the remedy; CLI exit code 2
-    |   |-- ConfigError         a setting, alone or against another
-    |   |-- ModelError          a model directory, file or architecture that cannot be served
-    |   `-- RequestError        one request; becomes an OpenAI error object, harms nothing else
-    `-- EngineError             the engine failed; requests may be resumed on a new epoch
-        |-- EngineStopped       it was shut down on purpose
-        |-- RankLost            a rank died
-        |-- StepDeadlineExceeded a rank hung
-        `-- ProtocolError       a peer broke the order of messages
+PacelineError
+|-- UserError               the caller's mistake; the text names the remedy; CLI exit code 2
+|   |-- ConfigError         a setting, alone or against another
+|   |-- ModelError          a model directory, file or architecture that cannot be served
+|   `-- RequestError        one request; becomes an OpenAI error object, harms nothing else
+`-- EngineError             the engine failed; requests may be resumed on a new epoch
+    |-- EngineStopped       it was shut down on purpose
+    |-- RankLost            a rank died
+    |-- StepDeadlineExceeded a rank hung
+    `-- ProtocolError       a peer broke the order of messages
 """
 
 

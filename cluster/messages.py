@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are drawn. The defaults draw from the model's own distribution.
 
-    A token is `argmax(processed_logits / temperature + gumbel(seed, position))`; temperature 0 is plain argmax.
+    A token is `argmax(processed_logits / temperature + gumbel(seed, position))`; temperature 0: plain argmax.
     Processors act in this order: repetition, presence, frequency penalty; logit bias; masks (allowed ids, bad
     words, minimum length); temperature; top-k; top-p; min-p.
     """
@@ -48,6 +48,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     params: SamplingParams
     emitted_ids: list[int] = []  # tokens the client already has; counted in max_tokens, never sent again
     priority: int = 0  # lower runs first
+    cache_salt: str = ""  # prefixes are shared only between requests of the same salt
+    max_draft_tokens: int | None = None  # per step; None: no limit of its own, 0: this request never drafts
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -57,7 +59,7 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Server to scheduler, and scheduler to ranks: end your loop and return."""
+    """Server to scheduler, and scheduler to ranks and shards: end your loop and return."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -67,7 +69,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]  # (token id, logprob), best first
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Output(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """What one step gave one request."""
 
     request_id: str
@@ -76,6 +78,9 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] | None = None  # parallel to token_ids when asked for
     finish_reason: FinishReason | None = None
     error: str | None = None  # with finish_reason "error"
+    num_drafts: int = 0  # drafted tokens that this step verified
+    num_accepted: int = 0  # how many of them stood and are among token_ids
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache; in a request's first output only
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
@@ -94,10 +99,29 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     retry_after_s: int | None = None
 
 
+ShardState = Literal["absent", "ready", "lost", "quarantined"]
+
+
+class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One shard as the scheduler sees it. Counters go on over its lives."""
+
+    shard: int
+    peer: str = ""  # "shard{shard}.{life}" of the last life; empty while there was none
+    state: ShardState = "absent"
+    num_sequences: int = 0  # whose context it holds
+    num_pages: int = 0
+    num_free_pages: int = 0  # cached ones included
+    num_context_tokens: int = 0
+    num_failed_drafts: int = 0  # proposals that came back "failed" or "not_finite"
+    commit_s: float = 0.0  # its own measure, summed
+    draft_s: float = 0.0  # its own measure, summed
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Scheduler to server, at least once a second: a heartbeat and the numbers behind /metrics.
 
-    Counters only grow within an epoch.
+    Counters only grow within an epoch. `num_drafts`, `num_draft_tokens`, `num_accepted_tokens` and
+    `accepted_per_pos` count as vLLM's metrics of the same names do.
     """
 
     num_steps: int = 0
@@ -113,6 +137,20 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     plan_s: float = 0.0  # summed over steps: deciding
     wait_s: float = 0.0  # summed over steps: plan sent to last result received
     compute_s: float = 0.0  # summed over steps: rank 0's own measure
+    num_prefix_queries: int = 0  # tokens that were looked up in the prefix cache
+    num_prefix_hits: int = 0  # tokens found there
+    num_drafts: int = 0  # blocks verified
+    num_draft_tokens: int = 0  # drafted tokens verified
+    num_accepted_tokens: int = 0  # of these, how many stood
+    accepted_per_pos: list[int] = []  # how many stood at each place behind the anchor
+    num_draft_phases: int = 0
+    draft_s: float = 0.0  # summed over draft phases: shard plans sent to last drafts received
+    last_num_drafts: int = 0  # the longest draft verified in the last step: the effective k
+    num_commit_rows: int = 0
+    num_slides: int = 0
+    num_context_restarts: int = 0
+    num_late_drafts: int = 0  # answers of a shard that nobody waited for any more
+    shards: list[ShardStats] = []
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True):
@@ -124,7 +162,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class Chunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """The rows of one sequence in one step: positions start .. start + num_rows - 1.
 
     `tail` are the tokens the ranks do not know yet; they end at the chunk's last row. A decode row is
@@ -149,7 +187,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     chunks: list[Chunk] = []
 
 
-class Decision(msgspec.Struct, frozen=True, array_like=True):
+class Decision(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """The tokens one chunk decided: the token after each of its last `num_decided` rows.
 
     `is_finite` is False when a deciding row had a non-finite logit; its tokens are then meaningless.
@@ -177,10 +215,142 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Rank to scheduler, or scheduler to server: this process cannot go on; one line of why."""
+    """Rank or shard to scheduler, or scheduler to server: this process cannot go on; one line of why."""
 
     source: str
     reason: str
 
 
-Message = Submit | Cancel | Shutdown | Outputs | Refused | Stats | StepPlan | StepResult | Ready | Failed
+class ShardLost(msgspec.Struct, frozen=True, tag=True):
+    """Server to scheduler: this life of a shard has ended. Said again, or of an unknown one: ignored."""
+
+    peer: str
+
+
+class ShardSilent(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to server: this life of a shard missed the draft deadline and is used no more."""
+
+    peer: str
+
+
+# Scheduler <-> shard. A sequence's context is the window [start, end) of absolute positions whose draft K/V
+# the shard holds, in pages aligned with the target's: page i of its table covers positions
+# (start // page_size + i) * page_size onwards. The scheduler alone knows which page is whose.
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence joins a shard: its tokens so far, and the context it finds there (cached pages, or none).
+
+    The first commit comes at `end`; `end` stays equal to the number of computed tokens from then on.
+    """
+
+    sequence_id: int
+    token_ids: list[int]
+    prompt_len: int
+    params: SamplingParams
+    start: int = 0
+    end: int = 0
+    pages: list[int] = []  # of [start, end); whole pages shared with other sequences are never written
+
+
+class Commit(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Tap rows first_row .. first_row + num_rows - 1 of `step` are the context at base_position onwards.
+
+    base_position equals the window's end, or the shard refuses. A restart drops the window and begins a new
+    one at base_position, further on: for rows that were lost. `new_pages` are exactly those the longer window
+    lacks.
+    """
+
+    sequence_id: int
+    step: int
+    first_row: int
+    num_rows: int
+    base_position: int
+    new_pages: list[int]
+    is_restart: bool = False
+
+
+class Slide(msgspec.Struct, frozen=True, array_like=True):
+    """The window now starts at `new_start`, a multiple of the page size; pages before it are let go."""
+
+    sequence_id: int
+    new_start: int
+
+
+class Propose(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Draft a block behind the window's end, where the anchor is.
+
+    `new_tokens` are those since Open or the last Propose; the last is the anchor. The block's K/V goes behind
+    the window into its last page and then `lookahead_pages`: private, as many as the block needs or more.
+    """
+
+    sequence_id: int
+    new_tokens: list[int]
+    lookahead_pages: list[int]
+
+
+class ShardPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Scheduler to a shard. Applied in this order: free, open, commits, slides, propose. Always answered."""
+
+    number: int  # last + 1, or the shard refuses it
+    num_drafts: int = 0  # per proposing sequence; at most ShardReady.max_drafts
+    free: list[int] = []  # sequence ids whose state is dropped; unknown ones are ignored
+    open: list[Open] = []
+    commits: list[Commit] = []
+    slides: list[Slide] = []
+    propose: list[Propose] = []
+
+
+class Draft(msgspec.Struct, frozen=True, array_like=True):
+    """What follows one anchor: at most num_drafts tokens, none if the outcome is not "drafted".
+
+    A confidence is the probability the shard gives its token, had the drafts before it stood.
+    """
+
+    sequence_id: int
+    token_ids: list[int]
+    confidences: list[float]
+    outcome: Literal["drafted", "failed", "not_finite"] = "drafted"
+
+
+class Drafts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Shard to scheduler: the ShardPlan of this number was applied; one draft per Propose, in its order."""
+
+    number: int
+    drafts: list[Draft] = []
+    commit_s: float = 0.0
+    draft_s: float = 0.0
+
+
+class ShardReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Shard to scheduler, once: the proposer is loaded, the first plan may come.
+
+    Its peer is named "shard{shard}.{life}", so that no answer of an earlier life is taken for this one's. If
+    the earlier life still runs, this one takes its place between two steps, and that one is sent Shutdown.
+    A proposer without taps keeps no context: it takes no commits, slides or pages.
+    """
+
+    shard: int
+    max_drafts: int  # block size - 1
+    tap_layer_ids: list[int] = []  # columns of the tap rows it reads, as indices of target blocks
+    num_pages: int = 0
+    max_context_len: int = 0  # a longer window adds nothing
+
+
+Message = (
+    Submit
+    | Cancel
+    | Shutdown
+    | Outputs
+    | Refused
+    | Stats
+    | StepPlan
+    | StepResult
+    | Ready
+    | Failed
+    | ShardLost
+    | ShardSilent
+    | ShardPlan
+    | Drafts
+    | ShardReady
+)

@@ -1,0 +1,14 @@
+"""Which drafts stand: those before the first that differs from the target's own draw."""
+
+from collections.abc import Sequence
+
+
+def num_standing(drafts: Sequence[int], decided: Sequence[int]) -> int:
+    """Leading drafts equal to the decisions. Decision i follows the row before draft i, so it judges it.
+
+    One more token than that is emitted: the decision behind the last draft that stands.
+    """
+    for index, (draft, decision) in enumerate(zip(drafts, decided, strict=False)):
+        if draft != decision:
+            return index
+    return min(len(drafts), len(decided))

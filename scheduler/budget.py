@@ -1,0 +1,274 @@
+"""How many drafts are asked for and how many are verified: the one place where k is decided.
+
+    next_phase   after a step: are the shards to propose, only to commit, or to be left alone?
+    cut          before a step: of the drafts that came, which are verified
+    verify, draft, settled      what it cost, and what stood
+
+A step of n sequences emits n tokens and one more for each draft that stands, in the time of the draft phase
+and of a verify step of so many rows. Drafts are taken in order of their chance, across all sequences, as far
+as the expected tokens per millisecond are most. What the drafts above each chance would have given is
+remembered, and so it is known for any number of sequences whether proposing pays at all:
+
+    DRAFTING --does not pay--> RESTING --pays for the sequences there are now, or time to look--> (WARMING)
+       ^                                                                                              |
+       '---------------------------- pays, else RESTING for twice as long <------- PROBING <----------'
+
+While it rests nobody proposes. In a short rest contexts are kept, by phases that only commit; in a long one
+they lapse, for a phase in each step is what a drafter that does not pay must not cost. Contexts begin again
+in WARMING, some steps before drafts are looked at, so that these are not judged by an empty context.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from enum import Enum
+from itertools import accumulate, chain
+from operator import neg
+
+from .cost import CostModel
+from .request import Request
+from .survival import Survival
+
+_NUM_BINS = 16  # of chances, in what drafts would have given
+_FIRST_ROWS = 8  # drafts in the first steps of a drafter
+_RAMP_STEPS = 3  # steps after which it may be twice as many
+_MIN_PHASES = 4  # of DRAFTING before it is judged
+_STOP_BELOW = 0.995  # expected speed, against none, at which DRAFTING ends
+_START_ABOVE = 1.03  # and at which it begins again
+_FIRST_REST = 32  # steps
+_LONGEST_REST = 128
+_KEPT_REST = 32  # a rest longer than this lets contexts lapse
+_PROVEN = 64  # phases of DRAFTING after which the next rest is a first one again
+_NUM_WARMING = 16  # steps
+_NUM_PROBES = 2  # phases of a probe in which nothing stands
+_MOST_PROBES = 8
+_LEAST_MS = 1e-9  # while nothing is known of costs
+_PROBE_ROWS = 4  # drafts that a probe verifies whatever they promise
+
+
+class Phase(Enum):
+    """What the shards are asked for after a step."""
+
+    NONE = "none"
+    COMMIT = "commit"
+    PROPOSE = "propose"
+
+
+class Mode(Enum):
+    """Where the budget stands."""
+
+    DRAFTING = "drafting"
+    RESTING = "resting"
+    WARMING = "warming"
+    PROBING = "probing"
+
+
+class DraftBudget:
+    """Owns what is known of costs and chances. Times go in as numbers: it has no clock."""
+
+    def __init__(self) -> None:
+        self.verify = CostModel()  # by rows
+        self.draft = CostModel()  # by blocks
+        self.restart()
+
+    def restart(self) -> None:
+        """Another drafter: of its chances nothing is known. What steps cost stays true."""
+        self.mode = Mode.DRAFTING
+        self.survival = Survival()
+        self._returns = _Returns()
+        self._rest = _FIRST_REST
+        self._num_cuts = 0
+        self._num_left = 0  # steps of this mode
+        self._num_phases = 0  # that proposed, in this mode
+        self._probe_stood = 0
+        self._num_probes = 0
+
+    @property
+    def lapses(self) -> bool:
+        """Whether contexts are to be dropped."""
+        return self.mode is Mode.RESTING and self._rest > _KEPT_REST
+
+    def next_phase(self, num_sequences: int, num_drafting: int, keeps_context: bool) -> Phase:
+        """Decide the phase after a step; so many sequences decode, and so many of them could draft."""
+        idle = Phase.NONE if self.lapses or not keeps_context else Phase.COMMIT
+        if num_drafting == 0:
+            return idle
+        if self.mode is Mode.DRAFTING:
+            if self._num_phases >= _MIN_PHASES and self._speed(num_sequences, num_drafting) < _STOP_BELOW:
+                self._end_drafting()
+        elif self.mode is Mode.PROBING:
+            if self._num_left == 0 or (self._num_phases >= _NUM_PROBES and self._probe_stood == 0):
+                self._end_probe(num_sequences, num_drafting)
+        else:
+            self._num_left -= 1
+            pays = self.mode is Mode.RESTING and self._speed(num_sequences, num_drafting) > _START_ABOVE
+            if pays or self._num_left <= 0:
+                self._wake(keeps_context, pays)
+        if self.mode in (Mode.DRAFTING, Mode.PROBING):
+            self._num_phases += 1
+            self._num_left -= self.mode is Mode.PROBING
+            return Phase.PROPOSE
+        return Phase.NONE if self.lapses or not keeps_context else Phase.COMMIT
+
+    def cut(
+        self,
+        offers: Sequence[tuple[int, Sequence[float], int]],
+        num_asked: int,
+        num_certain: int,
+        num_rows: int,
+    ) -> list[int]:
+        """How many drafts of each offer (sequence id, confidences, most that are of use) are verified.
+
+        `num_asked` blocks were asked for; the step has `num_certain` rows besides, among them one for each
+        offer, and room for `num_rows` drafts.
+        """
+        if self._num_cuts < 16 * _RAMP_STEPS:
+            num_rows = min(num_rows, _FIRST_ROWS << self._num_cuts // _RAMP_STEPS)
+            self._num_cuts += 1
+        self.survival.refresh(max((most for _, _, most in offers), default=0))
+        products = self.survival.products
+        chances = [products(sequence_id, confidences, most) for sequence_id, confidences, most in offers]
+        falling = sorted(chain.from_iterable(chances), reverse=True)
+        self._returns.take(falling, num_asked)
+        num_taken = self._best_cut(falling[:num_rows], len(offers), num_asked, num_certain)
+        if self.mode is Mode.PROBING and num_taken < _PROBE_ROWS:
+            return self._probe(chances, min(_PROBE_ROWS, num_rows))
+        if num_taken == 0:
+            return [0] * len(chances)
+        least = falling[num_taken - 1]
+        num_over = -num_taken
+        cuts: list[int] = []
+        for block in chances:
+            num_drafts = len(block)
+            while num_drafts > 0 and block[num_drafts - 1] < least:
+                num_drafts -= 1
+            num_over += num_drafts
+            cuts.append(num_drafts)
+        for index, num_drafts in enumerate(cuts):
+            if num_over > 0 and num_drafts > 0 and chances[index][num_drafts - 1] == least:
+                cuts[index] -= 1
+                num_over -= 1
+        return cuts
+
+    def settled(
+        self, sequence_id: int, confidences: Sequence[float], num_drafts: int, num_stood: int
+    ) -> None:
+        """A block was verified."""
+        self.survival.learn(sequence_id, confidences, num_drafts, num_stood)
+        self._probe_stood += num_stood
+
+    def _best_cut(self, falling: list[float], num_tokens: int, num_asked: int, num_certain: int) -> int:
+        last = num_certain + len(falling)
+        draft_ms = self.draft.estimate(num_asked) + _LEAST_MS
+        costs = self.verify.table(last)[num_certain : last + 1]
+        tokens = accumulate(falling, initial=float(num_tokens))
+        speeds = [num / (draft_ms + cost) for num, cost in zip(tokens, costs, strict=True)]
+        return speeds.index(max(speeds))
+
+    def _probe(self, chances: list[list[float]], num_rows: int) -> list[int]:
+        """One block, each time another sequence's, whatever it promises."""
+        cuts = [0] * len(chances)
+        offering = [index for index, block in enumerate(chances) if block]
+        if offering:
+            index = offering[self._num_probes % len(offering)]
+            cuts[index] = min(num_rows, len(chances[index]))
+            self._num_probes += 1
+        return cuts
+
+    def _speed(self, num_sequences: int, num_drafting: int) -> float:
+        """Expected tokens per millisecond with drafts, against without."""
+        plain_ms = self.verify.estimate(num_sequences)
+        if plain_ms <= 0:
+            return 1.0  # nothing is known yet
+        draft_ms = self.draft.estimate(num_drafting)
+        best = max(
+            (num_sequences + num_drafting * gain)
+            / (draft_ms + self.verify.estimate(num_sequences + num_drafting * rows))
+            for rows, gain in self._returns.curve()
+        )
+        return best * plain_ms / num_sequences
+
+    def _end_drafting(self) -> None:
+        if self._num_phases >= _PROVEN:
+            self._rest = _FIRST_REST
+        self._enter(Mode.RESTING, self._rest)
+
+    def _end_probe(self, num_sequences: int, num_drafting: int) -> None:
+        if self._speed(num_sequences, num_drafting) > _START_ABOVE:
+            self._enter(Mode.DRAFTING)
+        else:
+            self._enter(Mode.RESTING, self._rest)
+
+    def _wake(self, keeps_context: bool, pays: bool) -> None:
+        """Look again, at contexts that are there; if it pays there is no need to look."""
+        if self.lapses and keeps_context:
+            self._enter(Mode.WARMING, _NUM_WARMING)
+            return
+        self._returns = self._returns if pays else _Returns()
+        self._enter(Mode.DRAFTING if pays else Mode.PROBING, _MOST_PROBES)
+
+    def _enter(self, mode: Mode, num_steps: int = 0) -> None:
+        if self.mode is Mode.RESTING:
+            self._rest = min(_LONGEST_REST, 2 * self._rest)
+        self.mode = mode
+        self._num_left = num_steps
+        self._num_phases = 0
+        self._probe_stood = 0
+
+
+class _Returns:
+    """What blocks would give if all drafts above a chance were verified: rows and tokens for each block."""
+
+    def __init__(self) -> None:
+        self._edges = [1 - (place + 1) / _NUM_BINS for place in range(_NUM_BINS)]
+        self._rows = [0.0] * _NUM_BINS  # of chances above each edge
+        self._gains = [0.0] * _NUM_BINS
+        self._num_taken = 0
+
+    def take(self, falling: Sequence[float], num_asked: int) -> None:
+        """Mix in the chances of a phase, the best first; the older ones fade."""
+        if num_asked == 0:
+            return
+        sums = list(accumulate(falling, initial=0.0))
+        ends = [bisect_right(falling, -edge, key=neg) for edge in self._edges]
+        rows, gains = ends, [sums[end] for end in ends]
+        self._num_taken += 1
+        share = max(1 / self._num_taken, 0.15)
+        self._rows = [
+            old + share * (new / num_asked - old) for old, new in zip(self._rows, rows, strict=True)
+        ]
+        self._gains = [
+            old + share * (new / num_asked - old) for old, new in zip(self._gains, gains, strict=True)
+        ]
+
+    def curve(self) -> list[tuple[float, float]]:
+        """(rows, tokens gained) for each block, the most likely drafts first, from none to all."""
+        return [(0.0, 0.0), *zip(self._rows, self._gains, strict=True)]
+
+
+def most_drafts(configured: int | None, max_drafts: int) -> int:
+    """The k of a shard: what was configured, as far as its proposer goes."""
+    return max_drafts if configured is None else min(configured, max_drafts)
+
+
+def useful_drafts(request: Request, num_drafts: int) -> int:
+    """Of so many drafts, how many could be emitted: the last token of an output is never a draft's gain.
+
+    The limit on output also keeps the block below the context limit, which admission holds against it.
+    """
+    num_left = request.params.max_tokens - (len(request.tokens) - request.prompt_len) - 1
+    if num_left < num_drafts:
+        num_drafts = num_left
+    if request.max_draft_tokens < num_drafts:
+        num_drafts = request.max_draft_tokens
+    return num_drafts if num_drafts > 0 else 0
+
+
+def share_rows(wanted: Sequence[int], num_rows: int) -> list[int]:
+    """Cut drafts so that they fit into the rows of a step: the longest are cut first."""
+    if sum(wanted) <= num_rows:
+        return list(wanted)
+    level, left = 0, num_rows
+    while (num_above := sum(want > level for want in wanted)) <= left and num_above > 0:
+        level += 1
+        left -= num_above
+    return [min(want, level) for want in wanted]

@@ -14,7 +14,6 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -68,32 +67,30 @@ def make_checkpoint(path: Path, family: Family, *, seed: int = 0, **overrides: A
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             weight.copy_(_random_weight(name, weight, generator))
+        if model.config.tie_word_embeddings:  # else the residual stream only echoes its own token
+            model.get_input_embeddings().weight.mul_(0.3)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     return path
 
 
-def _build(family: Family, overrides: dict[str, Any]) -> PreTrainedModel:
+def _build(family: Family, overrides: dict[str, Any]) -> Any:
+    """The model of a family, freshly initialised."""
     options = DIMENSIONS | {"attn_implementation": "eager", "dtype": torch.float32}
-    match family:
-        case "llama":
-            return LlamaForCausalLM(LlamaConfig(**(options | overrides)))
-        case "llama3":
-            return LlamaForCausalLM(LlamaConfig(**(options | {"rope_parameters": _LLAMA3_ROPE} | overrides)))
-        case "llama-linear":
-            rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-            return LlamaForCausalLM(LlamaConfig(**(options | {"rope_parameters": rope} | overrides)))
-        case "llama-yarn":
-            return LlamaForCausalLM(LlamaConfig(**(options | {"rope_parameters": _YARN_ROPE} | overrides)))
-        case "mistral":
-            return MistralForCausalLM(MistralConfig(**(options | {"sliding_window": 24} | overrides)))
-        case "qwen2":
-            return Qwen2ForCausalLM(Qwen2Config(**(options | overrides)))
-        case "qwen2-window":
-            window = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
-            return Qwen2ForCausalLM(Qwen2Config(**(options | window | overrides)))
-        case "qwen3":
-            return Qwen3ForCausalLM(Qwen3Config(**(options | overrides)))
+    linear_rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    window = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+    parts: dict[Family, tuple[Any, Any, dict[str, Any]]] = {
+        "llama": (LlamaForCausalLM, LlamaConfig, {}),
+        "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": _LLAMA3_ROPE}),
+        "llama-linear": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": linear_rope}),
+        "llama-yarn": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": _YARN_ROPE}),
+        "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 24}),
+        "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+        "qwen2-window": (Qwen2ForCausalLM, Qwen2Config, window),
+        "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    }
+    model, config, special = parts[family]
+    return model(config(**(options | special | overrides)))
 
 
 def _random_weight(name: str, weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -104,5 +101,5 @@ def _random_weight(name: str, weight: torch.Tensor, generator: torch.Generator) 
         return 1 + 0.1 * noise
     if name.endswith("bias"):
         return 0.3 * noise
-    scale = 3.0 if "lm_head" in name or "q_proj" in name or "k_proj" in name else 1.0
+    scale = 3.0 if "lm_head" in name else 2.0 if "q_proj" in name or "k_proj" in name else 1.0
     return noise * scale / weight.shape[-1] ** 0.5

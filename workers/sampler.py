@@ -1,0 +1,162 @@
+"""From the logits of the deciding rows to tokens, with the vocabulary split over the ranks.
+
+A row that asks for no filter and no log-probabilities is drawn on every rank's part and settled by comparing
+the ranks' (value, id) pairs. Only the other rows' logits are gathered whole; rank 0 draws those. In both
+ways a token depends on logits, parameters, seed and position alone.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cluster.messages import Chunk, Decision, TokenLogprobs
+from ..kernels import filters, noise, penalties, sampling
+from .collectives import Collectives
+from .layers import Partition
+from .sequences import Sequence
+
+Decider = tuple[Sequence, int]  # a sequence and the position of the row that decides the token after it
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """R tokens: int64 ids, whether the row's logits were finite, and logprobs of the rows that ask."""
+
+    token_ids: Tensor
+    is_finite: Tensor
+    logprobs: dict[int, TokenLogprobs]
+
+
+class Sampler:
+    """Decides tokens; stateless between calls."""
+
+    def __init__(self, partition: Partition, collectives: Collectives) -> None:
+        self._partition = partition
+        self._collectives = collectives
+
+    @torch.inference_mode()
+    def decide(self, chunks: Seq[Chunk], deciders: Seq[Decider], logits: Tensor) -> list[Decision]:
+        """One Decision per chunk that decides; empty on ranks above 0, which must call all the same.
+
+        `logits` [R, num_ids] float32 are this rank's part of the deciders' rows; they are consumed.
+        """
+        if self._partition.size == 1:
+            drawn = _draw_whole(deciders, logits)
+        else:
+            drawn = self._draw_sharded(deciders, logits)
+        return self._decisions(chunks, drawn) if self._partition.rank == 0 else []
+
+    def _draw_sharded(self, deciders: Seq[Decider], logits: Tensor) -> _Drawn:
+        needs_whole = [_needs_whole(sequence) for sequence, _ in deciders]
+        whole = [row for row, needed in enumerate(needs_whole) if needed]
+        split = [row for row, needed in enumerate(needs_whole) if not needed]
+        token_ids = logits.new_zeros(len(deciders), dtype=torch.int64)
+        is_finite = logits.new_ones(len(deciders), dtype=torch.bool)
+        logprobs: dict[int, TokenLogprobs] = {}
+        if split:
+            ids, finite = self._draw_split([deciders[row] for row in split], logits[split])
+            token_ids[split], is_finite[split] = ids, finite
+        if whole:
+            gathered = self._gather(logits[whole])
+            if self._partition.rank == 0:
+                drawn = _draw_whole([deciders[row] for row in whole], gathered)
+                token_ids[whole], is_finite[whole] = drawn.token_ids, drawn.is_finite
+                logprobs = {whole[row]: value for row, value in drawn.logprobs.items()}
+        return _Drawn(token_ids, is_finite, logprobs)
+
+    def _draw_split(self, deciders: Seq[Decider], logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids and finiteness [R] from each rank's own best."""
+        is_finite = _make_finite(logits)
+        values, ids = _draw(deciders, logits, self._partition.first_id)
+        # float64 holds a token id and a float32 value exactly.
+        shards = self._collectives.all_gather(
+            torch.stack([values.double(), ids.double(), is_finite.double()])
+        )
+        token_ids = sampling.best_of_shards(shards[:, 0], shards[:, 1]).long()
+        return token_ids, shards[:, 2].amin(0) > 0
+
+    def _gather(self, logits: Tensor) -> Tensor:
+        """[R, num_ids] of each rank -> [R, vocab]."""
+        part = self._partition
+        padded = torch.nn.functional.pad(logits, (0, part.vocab_stride - part.num_ids))
+        shards = self._collectives.all_gather(padded)  # [size, R, stride]
+        return shards.permute(1, 0, 2).flatten(1)[:, : part.spec.vocab_size].contiguous()
+
+    def _decisions(self, chunks: Seq[Chunk], drawn: _Drawn) -> list[Decision]:
+        token_ids, is_finite = drawn.token_ids.tolist(), drawn.is_finite.tolist()
+        vocab_size = self._partition.spec.vocab_size
+        decisions: list[Decision] = []
+        first = 0
+        for chunk in chunks:
+            if chunk.num_decided == 0:
+                continue
+            rows = range(first, first + chunk.num_decided)
+            ids = token_ids[rows.start : rows.stop]
+            assert all(0 <= token_id < vocab_size for token_id in ids), f"a draw left the vocabulary: {ids}"
+            logprobs = [drawn.logprobs[row] for row in rows] if rows.start in drawn.logprobs else None
+            finite = all(is_finite[rows.start : rows.stop])
+            decisions.append(Decision(chunk.sequence_id, ids, finite, logprobs))
+            first = rows.stop
+        return decisions
+
+
+def _needs_whole(sequence: Sequence) -> bool:
+    return filters.has_filter(sequence.params) or sequence.params.logprobs is not None
+
+
+def _draw_whole(deciders: Seq[Decider], logits: Tensor) -> _Drawn:
+    """Draw with the whole vocabulary at hand."""
+    is_finite = _make_finite(logits)
+    asking = [row for row, (sequence, _) in enumerate(deciders) if sequence.params.logprobs is not None]
+    unprocessed = logits[asking] if asking else None  # a copy
+    _, token_ids = _draw(deciders, logits, 0)
+    logprobs: dict[int, TokenLogprobs] = {}
+    if unprocessed is not None:
+        nums = [deciders[row][0].params.logprobs or 0 for row in asking]
+        logprobs = dict(zip(asking, _logprobs(unprocessed, token_ids[asking], nums), strict=True))
+    return _Drawn(token_ids, is_finite, logprobs)
+
+
+def _draw(deciders: Seq[Decider], logits: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
+    """Processed, filtered and drawn: best value and id [R]. Filters need the whole vocabulary to be here."""
+    params = [sequence.params for sequence, _ in deciders]
+    if any(penalties.has_penalty(p) for p in params):
+        contexts = [
+            penalties.RowContext(sequence.params, sequence.token_ids[: position + 1], sequence.prompt_len)
+            for sequence, position in deciders
+        ]
+        penalties.apply(logits, contexts, first_id)
+    if all(p.temperature == 0 for p in params):
+        values, ids = sampling.argmax(logits)
+        return values, ids + first_id
+    if any(filters.has_filter(p) for p in params):
+        filters.apply(logits, params)
+    device = logits.device
+    return sampling.draw(
+        logits,
+        torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+        noise.pack_seeds([p.seed for p in params], device),
+        torch.tensor([position + 1 for _, position in deciders], dtype=torch.int64, device=device),
+        first_id,
+    )
+
+
+def _make_finite(logits: Tensor) -> Tensor:
+    """Whether each row is finite [R]; others become zeros, in place, so that drawing stays defined."""
+    is_finite = logits.sum(1).isfinite()  # one NaN or infinity spoils the sum
+    if not bool(is_finite.all()):
+        logits.masked_fill_(~is_finite[:, None], 0)
+    return is_finite
+
+
+def _logprobs(logits: Tensor, chosen: Tensor, nums: Seq[int]) -> list[TokenLogprobs]:
+    """Of each row its chosen token's log-probability and its `nums[row]` best."""
+    num_top = min(max(nums), logits.shape[1])
+    of_chosen, top_ids, top = sampling.top_logprobs(logits, chosen, num_top)
+    rows = zip(of_chosen.tolist(), top_ids.tolist(), top.tolist(), nums, strict=True)
+    return [
+        TokenLogprobs(logprob, list(zip(ids[:num], values[:num], strict=True)))
+        for logprob, ids, values, num in rows
+    ]

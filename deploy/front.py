@@ -1,0 +1,62 @@
+"""What a front door knows about the engine behind it and the model it serves."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..cluster.config import DEFAULT_MODEL, Config, ModelConfig
+from ..workers.runner import max_model_len
+from ..workers.spec import ModelSpec
+from .engine import Engine
+from .metrics import Metrics
+from .streaming import TokenSource
+from .text import Tokenizer
+from .validate import ServedModel
+
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """What the routes need."""
+
+    source: TokenSource
+    check_health: Callable[[], None]  # raises EngineError
+    served: ServedModel
+    metrics: Metrics
+    max_body_bytes: int
+    started: int = field(default_factory=lambda: int(time.time()))
+
+
+def front_of(config: Config, path: Path, engine: Engine, replica: str) -> Front:
+    """What the HTTP application needs to know about an engine that serves the model in `path`."""
+    spec = ModelSpec.load(path)
+    name = served_name(config.model)
+    served = ServedModel(
+        name=name,
+        tokenizer=Tokenizer.load(path),
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len(spec, config.model.max_model_len),
+        eos_token_ids=spec.eos_token_ids,
+        report=config.server.per_request_speculation_metrics,
+    )
+    return Front(
+        source=engine,
+        check_health=engine.check_health,
+        served=served,
+        metrics=Metrics(name, replica, lambda: engine.stats),
+        max_body_bytes=config.server.max_body_bytes,
+    )
+
+
+def served_name(model: ModelConfig) -> str:
+    """The `model` of requests: what was configured, else the id, or the last part of a path."""
+    if model.served_model_name is not None:
+        return model.served_model_name
+    if model.model == DEFAULT_MODEL:
+        return DEFAULT_MODEL_NAME
+    path = Path(model.model)
+    if path.suffix == ".gguf":
+        return path.stem
+    return path.resolve().name if path.is_dir() else model.model

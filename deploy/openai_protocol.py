@@ -1,0 +1,213 @@
+"""The OpenAI requests we accept: names, types, bounds. What depends on the model is checked in `validate.py`.
+
+Types are strict: `"true"` and `1` are not booleans. Fields we do not know are ignored, as other servers do;
+fields we know but cannot honour are refused unless they carry a value that changes nothing.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_CHOICES = 8
+MAX_PROMPTS = 64
+MAX_MESSAGES = 2048
+
+# What a field may hold although we do not have the feature.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+def _stop_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+
+
+class Speculation(_Strict):
+    """Ours: how this request is drafted for. Its tokens are the same whatever it says."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: bool | None = None
+    max_draft_tokens: int | None = Field(None, ge=0, le=2**31 - 1)  # per step
+    report: bool | None = None  # None: as the server is configured
+
+
+class SamplingRequest(_Strict):
+    """What chat and text completions share. None stands for "not given" throughout."""
+
+    model: str = Field(max_length=1024)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)  # -1 and 0: off
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=300)
+    bad_words: list[StopString] | None = Field(None, max_length=128)
+    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    stop: Annotated[list[StopString] | None, BeforeValidator(_stop_list)] = Field(
+        None, min_length=1, max_length=4
+    )
+    stop_token_ids: list[int] | None = Field(None, max_length=128)
+    ignore_eos: bool | None = None
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    priority: int | None = Field(None, ge=-1000, le=1000)  # lower runs first
+    speculation: Speculation | None = None
+    cache_salt: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")  # who shares cached prefixes
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_we_lack(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            for name, harmless in _HARMLESS.items():
+                given = value.get(name)
+                if given is not None and given not in harmless:
+                    raise PydanticCustomError(
+                        "unsupported_parameter", "{name} is not supported by this server", {"name": name}
+                    )
+        return value
+
+    @model_validator(mode="after")
+    def _agree(self) -> "SamplingRequest":
+        if self.stream_options is not None and not self.stream:
+            raise _conflict("stream_options", "is only allowed with stream: true")
+        return self
+
+
+def _content_text(value: Any) -> str:
+    """A message's content: a string, or text parts, which are joined by newlines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("invalid_type", "must be a string or an array of text parts")
+    if not value:
+        raise PydanticCustomError("empty_array", "must hold at least one part")
+    texts: list[str] = []
+    for part in value:
+        if not isinstance(part, dict):
+            raise PydanticCustomError("invalid_type", "every part must be an object")
+        if part.get("type") != "text":
+            raise PydanticCustomError(
+                "unsupported_content_type", "only parts of type 'text' are supported by this model"
+            )
+        if not isinstance(part.get("text"), str):
+            raise PydanticCustomError("invalid_type", "a text part needs a string 'text'")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class ChatMessage(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_content_text)]
+    name: str | None = None
+    tool_calls: list[Any] | None = Field(None, max_length=0)
+
+
+class ChatRequest(SamplingRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _agree_chat(self) -> "ChatRequest":
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise _conflict("max_completion_tokens", "and max_tokens mean the same; give one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _conflict("top_logprobs", "is only allowed with logprobs: true")
+        return self
+
+
+def _prompt_list(value: Any) -> list[str | list[int]]:
+    """A string, strings, token ids, or lists of token ids, as a list of prompts."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise PydanticCustomError("invalid_type", "must be a string or an array")
+    if value and not isinstance(value[0], str | list):
+        value = [value]
+    if len(value) > MAX_PROMPTS:
+        raise PydanticCustomError(
+            "array_above_max_length", "must hold at most {limit} prompts", {"limit": MAX_PROMPTS}
+        )
+    if not value or not all(value):
+        raise PydanticCustomError("empty_array", "must hold at least one token")
+    for prompt in value:
+        if isinstance(prompt, str):
+            continue
+        if not isinstance(prompt, list):
+            raise PydanticCustomError("invalid_type", "must hold strings only, or token ids only")
+        if not all(type(token_id) is int for token_id in prompt):
+            raise PydanticCustomError("invalid_token_id", "token ids must be integers")
+    return value
+
+
+class CompletionRequest(SamplingRequest):
+    """POST /v1/completions."""
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompt_list)]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=5)
+    best_of: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _agree_completion(self) -> "CompletionRequest":
+        if self.best_of not in (None, self.n or 1):
+            raise PydanticCustomError("unsupported_parameter", "{name} must equal n", {"name": "best_of"})
+        if self.echo and self.logprobs is not None:
+            raise PydanticCustomError(
+                "unsupported_parameter",
+                "{name} with logprobs is not supported: log-probabilities of a prompt are not kept",
+                {"name": "echo"},
+            )
+        return self
+
+
+def _conflict(name: str, problem: str) -> PydanticCustomError:
+    return PydanticCustomError(
+        "conflicting_parameters", "{name} {problem}", {"name": name, "problem": problem}
+    )

@@ -1,0 +1,80 @@
+"""The Serve deployment: one replica is one engine and its HTTP application.
+
+`build_app` is an `import_path` for `serve deploy`; its arguments are the options of `cluster/config.py`.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+
+from ..cluster.config import Config, load_config
+from ..cluster.model_source import resolve_model
+from ..cluster.placement import REPLICA_CPUS, bundles, rank_device, strategy_for
+from .assemble import start_engine
+from .drafter_source import choose_drafter, with_drafter
+from .front import front_of
+from .http_app import create_app
+
+DEPLOYMENT_NAME = "paceline"
+
+HEALTH_PERIOD_S = 5.0
+HEALTH_TIMEOUT_S = 15.0
+SPARE_REQUESTS = 64  # above what the engine takes, so that the engine's own 429 answers, not Serve's queue
+CLOSE_S = 10.0  # for the engine's processes, after the streams have ended
+
+
+class Server:
+    """Owns an engine. Its children live in the replica's placement group and die with it."""
+
+    async def __init__(self, config: Config) -> None:
+        logging.getLogger("paceline").setLevel(config.server.log_level.upper())
+        path = await asyncio.to_thread(resolve_model, config.model.model, config.model.revision)
+        self._config, self._path = config, path
+        self._engine = await start_engine(config, path)
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._app = create_app(front_of(config, path, self._engine, replica))
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._app
+
+    async def check_health(self) -> None:
+        """Raises when the engine makes no progress; Serve then replaces the replica."""
+        self._engine.check_health()
+
+    async def swap_drafter(self, name: str) -> None:
+        """For the handle: draft with `name` from now on, as in `--drafter`; UserError if it does not fit."""
+        config = with_drafter(self._config, name)
+        await self._engine.swap_drafter(await asyncio.to_thread(choose_drafter, config, self._path))
+
+    async def __del__(self) -> None:
+        # Serve calls this after the last stream has ended, or when `drain_s` is over.
+        await self._engine.close()
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """The application of a Serve configuration file: `import_path: paceline.deploy.replica:build_app`."""
+    return application(load_config(flags=args))
+
+
+def application(config: Config) -> Application:
+    """The application for a configuration; Ray must be connected, since "auto" looks at its devices."""
+    engine = config.engine
+    device = rank_device(engine)
+    deployment = serve.deployment(
+        name=DEPLOYMENT_NAME,
+        ray_actor_options={"num_cpus": REPLICA_CPUS},
+        placement_group_bundles=bundles(engine.tensor_parallel_size, device),
+        placement_group_strategy=strategy_for(engine.tensor_parallel_size, device),
+        max_ongoing_requests=engine.max_num_seqs + engine.max_queued_requests + SPARE_REQUESTS,
+        max_constructor_retry_count=1,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=config.server.drain_s + CLOSE_S,
+        logging_config={"log_level": config.server.log_level.upper(), "enable_access_log": False},
+    )
+    return deployment(serve.ingress()(Server)).bind(config)

@@ -1,0 +1,267 @@
+"""OpenAI's answers: whole objects, stream chunks, errors. One style per endpoint.
+
+A plain text chunk, by far the most frequent, is put together from bytes made once per stream.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from ..cluster.errors import RequestError
+from ..cluster.messages import TokenLogprobs
+from .text import Tokenizer
+
+_LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one step gave one choice, as its client may see it."""
+
+    index: int
+    text: str
+    num_tokens: int  # counted in usage
+    tokens: list[tuple[int, TokenLogprobs]]  # only when log-probabilities were asked for
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0  # of the prompt; in the first piece only
+    num_drafts: int = 0  # tokens drafted for this step
+    num_accepted: int = 0  # of these, how many stood
+
+
+@dataclass(slots=True)
+class Gathered:
+    """All pieces of one choice."""
+
+    text: str = ""
+    tokens: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.finish_reason = piece.finish_reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heading:
+    """What every object of one answer repeats."""
+
+    reply_id: str
+    created: int  # Unix time
+    model: str
+    tokenizer: Tokenizer
+    has_logprobs: bool
+    has_usage: bool  # chunks carry a usage field
+
+
+class ReplyStyle(Protocol):
+    """How one endpoint words its answer."""
+
+    def opening(self, index: int) -> bytes:
+        """The chunk before a choice's first text, or nothing."""
+        ...
+
+    def chunk(self, piece: Piece) -> bytes:
+        """The chunks of a piece; nothing when it has nothing to show."""
+        ...
+
+    def closing(self, totals: dict[str, Any]) -> bytes:
+        """The chunk behind all text, which has no choices: `totals` are its further fields."""
+        ...
+
+    def whole(self, choices: list[Gathered], totals: dict[str, Any]) -> bytes: ...
+
+
+class ChatStyle:
+    """/v1/chat/completions."""
+
+    def __init__(self, heading: Heading) -> None:
+        self._heading = heading
+        self._chunks = _Chunks("chat.completion.chunk", heading, '"delta":{"content":')
+
+    def opening(self, index: int) -> bytes:
+        return self._chunks.choice(
+            {
+                "index": index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+        )
+
+    def chunk(self, piece: Piece) -> bytes:
+        out = b""
+        if piece.tokens:
+            delta = {"content": piece.text}
+            logprobs = self._logprobs(piece.tokens)
+            out = self._chunks.choice(
+                {"index": piece.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+            )
+        elif piece.text:
+            out = self._chunks.text(piece.index, piece.text, b"}")
+        if piece.finish_reason is not None:
+            out += self._chunks.choice(
+                {"index": piece.index, "delta": {}, "logprobs": None, "finish_reason": piece.finish_reason}
+            )
+        return out
+
+    def closing(self, totals: dict[str, Any]) -> bytes:
+        return self._chunks.closing(totals)
+
+    def whole(self, choices: list[Gathered], totals: dict[str, Any]) -> bytes:
+        shown = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": self._logprobs(choice.tokens) if self._heading.has_logprobs else None,
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return _whole("chat.completion", self._heading, shown, totals)
+
+    def _logprobs(self, tokens: list[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            spelled = self._heading.tokenizer.spell(token_id)
+            return {"token": _shown(spelled), "logprob": _finite(logprob), "bytes": list(spelled)}
+
+        content = [
+            {**entry(token_id, at.logprob), "top_logprobs": [entry(i, logprob) for i, logprob in at.top]}
+            for token_id, at in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+class CompletionStyle:
+    """/v1/completions."""
+
+    def __init__(self, heading: Heading, echoed: dict[int, str]) -> None:
+        self._heading = heading
+        self._echoed = echoed  # by choice: text that goes before the output
+        self._offsets: dict[int, int] = {}  # by choice: characters spelled so far
+        self._chunks = _Chunks("text_completion", heading, '"text":')
+
+    def opening(self, index: int) -> bytes:
+        echoed = self._echoed.get(index)
+        return self._chunks.text(index, echoed, b"") if echoed else b""
+
+    def chunk(self, piece: Piece) -> bytes:
+        if piece.tokens or piece.finish_reason is not None:
+            return self._chunks.choice(
+                {
+                    "index": piece.index,
+                    "text": piece.text,
+                    "logprobs": self._logprobs(piece.index, piece.tokens) if piece.tokens else None,
+                    "finish_reason": piece.finish_reason,
+                }
+            )
+        return self._chunks.text(piece.index, piece.text, b"") if piece.text else b""
+
+    def closing(self, totals: dict[str, Any]) -> bytes:
+        return self._chunks.closing(totals)
+
+    def whole(self, choices: list[Gathered], totals: dict[str, Any]) -> bytes:
+        shown = [
+            {
+                "index": index,
+                "text": self._echoed.get(index, "") + choice.text,
+                "logprobs": self._logprobs(index, choice.tokens) if self._heading.has_logprobs else None,
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return _whole("text_completion", self._heading, shown, totals)
+
+    def _logprobs(self, index: int, tokens: list[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
+        spell = self._heading.tokenizer.spell
+        names = [_shown(spell(token_id)) for token_id, _ in tokens]
+        offsets: list[int] = []
+        offset = self._offsets.get(index, 0)
+        for name in names:
+            offsets.append(offset)
+            offset += len(name)
+        self._offsets[index] = offset
+        return {
+            "tokens": names,
+            "token_logprobs": [_finite(at.logprob) for _, at in tokens],
+            "top_logprobs": [
+                {_shown(spell(i)): _finite(logprob) for i, logprob in at.top} for _, at in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+
+class _Chunks:
+    """Server-sent events of one stream."""
+
+    def __init__(self, kind: str, heading: Heading, text_key: str) -> None:
+        encode = msgspec.json.encode
+        self._head = b'data: {"id":%b,"object":"%b","created":%d,"model":%b,"choices":[' % (
+            encode(heading.reply_id),
+            kind.encode(),
+            heading.created,
+            encode(heading.model),
+        )
+        self._tail = b'],"usage":null}\n\n' if heading.has_usage else b"]}\n\n"
+        self._text_key = text_key.encode()
+        self._encoder = msgspec.json.Encoder()
+
+    def text(self, index: int, text: str, closing: bytes) -> bytes:
+        return b'%b{"index":%d,%b%b%b,"logprobs":null,"finish_reason":null}%b' % (
+            self._head,
+            index,
+            self._text_key,
+            self._encoder.encode(text),
+            closing,
+            self._tail,
+        )
+
+    def choice(self, choice: dict[str, Any]) -> bytes:
+        return self._head + self._encoder.encode(choice) + self._tail
+
+    def closing(self, totals: dict[str, Any]) -> bytes:
+        return self._head + b"]," + self._encoder.encode(totals)[1:] + b"\n\n"
+
+
+def error_object(error: RequestError) -> dict[str, Any]:
+    """OpenAI's error object, all four keys."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.error_type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def error_event(error: RequestError) -> bytes:
+    """How a stream that has begun says that it failed; no [DONE] follows."""
+    return b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"
+
+
+def _whole(kind: str, heading: Heading, choices: list[dict[str, Any]], totals: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(
+        {
+            "id": heading.reply_id,
+            "object": kind,
+            "created": heading.created,
+            "model": heading.model,
+            "choices": choices,
+            **totals,
+        }
+    )
+
+
+def _shown(spelled: bytes) -> str:
+    """A token as text; one that is part of a character is written byte by byte, as OpenAI does."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST_LOGPROB)

@@ -1,0 +1,212 @@
+"""From the engine's tokens to a client's text, and what happens when the client leaves.
+
+Every generator here closes the one it reads from, so a client that leaves, at whatever point, cancels its
+requests in the engine within one step.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..cluster.errors import EngineError
+from ..cluster.messages import Output, SamplingParams
+from .metrics import RequestTimer
+from .replies import Piece
+from .text import Detokenizer, StopMatcher, Tokenizer
+from .validate import Choice
+
+Result = TypeVar("Result")
+
+_NUM_BUFFERED = 64  # pieces of a request with several choices that its client has not taken yet
+
+
+class TokenSource(Protocol):
+    """The part of an engine that makes tokens."""
+
+    def stream(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        cache_salt: str = "",
+        max_draft_tokens: int | None = None,
+    ) -> AsyncGenerator[Output, None]:
+        """The outputs of one request; closing the generator cancels it. RequestError when it is refused."""
+        ...
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is no one to answer."""
+
+
+async def stream_choice(
+    source: TokenSource, tokenizer: Tokenizer, request_id: str, choice: Choice, timer: RequestTimer
+) -> AsyncGenerator[Piece, None]:
+    """The pieces of one choice; the last one has the finish reason.
+
+    Raises RequestError when the engine refuses the request, EngineError when it fails it.
+    """
+    text = _ChoiceText(tokenizer, choice)
+    last: Piece | None = None
+    try:
+        outputs = source.stream(
+            request_id,
+            choice.prompt_ids,
+            choice.params,
+            choice.priority,
+            cache_salt=choice.cache_salt,
+            max_draft_tokens=choice.max_draft_tokens,
+        )
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.finish_reason in ("error", "cancelled"):
+                    raise EngineError(output.error or "the engine gave up this request")
+                piece = text.take(output)
+                timer.add(piece.num_tokens)
+                if piece.finish_reason is not None:
+                    last = piece
+                    break
+                yield piece
+        if last is None:
+            raise EngineError("the engine ended this request without a reason")
+        timer.finish(last.finish_reason or "")
+        yield last
+    finally:
+        timer.close()
+
+
+class _ChoiceText:
+    """Turns outputs into pieces: whole characters, nothing from a stop string on, no hidden stop token."""
+
+    def __init__(self, tokenizer: Tokenizer, choice: Choice) -> None:
+        self._index = choice.index
+        self._stop_ids = frozenset(choice.params.stop_token_ids)
+        self._min_tokens = choice.params.min_tokens
+        self._num_tokens = 0
+        self._has_stops = bool(choice.stops)
+        self._matcher = StopMatcher(choice.stops)
+        self._detokenizer = Detokenizer(tokenizer)
+
+    def take(self, output: Output) -> Piece:
+        ids = output.token_ids
+        reason = output.finish_reason
+        is_hidden = reason == "stop" and bool(ids) and ids[-1] in self._stop_ids
+        shown = ids[:-1] if is_hidden else ids
+        if self._has_stops:
+            text, num_taken = self._take_until_stop(shown)
+        else:
+            text, num_taken = self._detokenizer.push(shown), len(shown)
+        if reason is not None and not self._matcher.is_matched:
+            text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
+        num_tokens = len(ids)
+        if self._matcher.is_matched:
+            reason, num_tokens = "stop", num_taken
+        tokens = list(zip(shown, output.logprobs, strict=False))[:num_taken] if output.logprobs else []
+        return Piece(
+            index=self._index,
+            text=text,
+            num_tokens=num_tokens,
+            tokens=tokens,
+            finish_reason=reason,
+            # a resumed stream has a first output again, whose prefix is ours
+            num_cached_tokens=output.num_cached_tokens if output.first_index == 0 else 0,
+            num_drafts=output.num_drafts,
+            num_accepted=output.num_accepted,
+        )
+
+    def _take_until_stop(self, ids: Sequence[int]) -> tuple[str, int]:
+        """The text of these tokens up to a stop string, and how many tokens it took to complete that."""
+        text = ""
+        for num_taken, token_id in enumerate(ids, 1):
+            fresh = self._detokenizer.push((token_id,))
+            self._num_tokens += 1
+            text += self._matcher.push(fresh) if self._num_tokens > self._min_tokens else fresh
+            if self._matcher.is_matched:
+                return text, num_taken
+        return text, len(ids)
+
+
+async def merge(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+    """The pieces of several choices as they come. One that fails fails all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for piece in only:
+                yield piece
+        return
+    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(_NUM_BUFFERED)
+
+    async def drain(stream: AsyncGenerator[Piece, None]) -> None:
+        ending: Exception | None = None
+        try:
+            async with aclosing(stream):
+                async for piece in stream:
+                    await queue.put(piece)
+        except Exception as error:  # whatever it is, it is the reader's to see
+            ending = error
+        await queue.put(ending)
+
+    tasks = [asyncio.create_task(drain(stream)) for stream in streams]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if item is None:
+                num_open -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        await _cancelled(*tasks)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled when the client goes first; then raises ClientGone."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        await _cancelled(working, leaving)
+
+
+class EventStream(Response):
+    """Server-sent events from a generator, which is closed when the client goes."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        async with aclosing(self._events):
+            await unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,355 @@
+"""The whole house: `paceline serve` with the real model on Ray Serve, asked by OpenAI's client.
+
+With OPENAI_SCHEMAS, the path of schemas from OpenAI's OpenAPI document, answers are validated against them.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import psutil
+import pytest
+
+MODEL = "SmolLM2-135M-Instruct"
+START_S = 240.0  # generous: the suite may share its cores
+STOP_S = 60.0
+USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """With a cache of its own, where commands find this server and no other."""
+    return {**os.environ, "PACELINE_CACHE": str(tmp_path_factory.mktemp("cache"))}
+
+
+@pytest.fixture(scope="module")
+def url(
+    default_model: Path, environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """A server's URL; afterwards every process it started must be gone."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = f"--port {port} --served-model-name {MODEL} --num-threads 1 --kv-cache-gib 0.5 --dtype float32"
+    options += " --no-draft-budget"  # what is drafted must not depend on how fast this machine is
+    command = [sys.executable, "-m", "paceline.deploy", "serve", str(default_model), *options.split()]
+    with log.open("wb") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=environ)
+    try:
+        _wait_until_ready(server, f"http://127.0.0.1:{port}", log)
+        yield f"http://127.0.0.1:{port}"
+        family = psutil.Process(server.pid).children(recursive=True)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(STOP_S) == 0, log.read_text()
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive, alive
+    finally:
+        if server.poll() is None:
+            for process in [*psutil.Process(server.pid).children(recursive=True), psutil.Process(server.pid)]:
+                process.kill()
+            server.wait()
+
+
+def _wait_until_ready(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        assert server.poll() is None, log.read_text()
+        try:
+            if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError(f"no answer within {START_S:.0f} s: {log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def schemas() -> dict[str, Any]:
+    """OpenAI's schemas as JSON Schema, to which `nullable` and `discriminator` mean nothing."""
+    file = os.environ.get("OPENAI_SCHEMAS")
+    if not file:
+        pytest.skip("OPENAI_SCHEMAS does not name a file of OpenAI's schemas")
+    return _json_schema(json.loads(Path(file).read_text()))
+
+
+def _json_schema(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_json_schema(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {key: value for key, value in node.items() if key not in ("nullable", "discriminator")}
+    converted = {key: _json_schema(value) for key, value in kept.items()}
+    return {"anyOf": [converted, {"type": "null"}]} if node.get("nullable") is True else converted
+
+
+def valid(schemas: dict[str, Any], name: str, reply: Any) -> None:
+    schema = {"$ref": f"#/components/schemas/{name}", **schemas}
+    jsonschema.Draft202012Validator(schema).validate(reply)
+
+
+def metrics(url: str) -> dict[str, float]:
+    shown = httpx.get(f"{url}/metrics", trust_env=False).text
+    return {line.split("{")[0]: float(line.split()[-1]) for line in shown.splitlines() if line[0] != "#"}
+
+
+def assert_idle(url: str) -> None:
+    """Soon nothing runs and every page is free; heartbeats come once a second."""
+    deadline = time.monotonic() + 10
+    while True:
+        numbers = metrics(url)
+        is_idle = numbers["vllm:num_requests_running"] + numbers["vllm:num_requests_waiting"] == 0
+        if is_idle and numbers["paceline:num_free_pages"] == numbers["paceline:num_pages"] > 0:
+            return
+        assert time.monotonic() < deadline, numbers
+        time.sleep(0.1)
+
+
+def test_a_sensible_reply(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=30)
+    assert "Paris" in (reply.choices[0].message.content or "")
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "seed": 1, "max_tokens": 24}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == whole.choices[0].message.content
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].usage == whole.usage
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "paceline"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("org/other")
+
+
+def test_text_completions_with_several_choices(client: openai.OpenAI) -> None:
+    reply = client.completions.create(
+        model=MODEL, prompt=["Once upon", "In the"], n=2, max_tokens=8, seed=2, echo=True
+    )
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert all(choice.text.startswith("Once upon") for choice in reply.choices[:2])
+    assert len({choice.text for choice in reply.choices}) == 4
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 32
+
+
+def test_stop_strings_and_logprobs(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=20,
+        stop=" France",
+        logprobs=True,
+        top_logprobs=3,
+    )
+    choice = reply.choices[0]
+    assert choice.message.content == "The capital of"
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert [entry.token for entry in choice.logprobs.content] == ["The", " capital", " of", " France"]
+    assert all(e.logprob == max(top.logprob for top in e.top_logprobs) for e in choice.logprobs.content)
+
+
+def test_drafting_is_asked_for_and_reported_as_extra_fields(client: openai.OpenAI, url: str) -> None:
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": "red, green, blue, red, green, blue, red, green, blue, red,",
+        "temperature": 0,
+        "max_tokens": 24,
+    }
+    plain = client.completions.create(**asked, extra_body={"speculation": {"enabled": False}})
+    extra = {"speculation": {"report": True, "max_draft_tokens": 3}, "cache_salt": "mine"}
+    drafted = client.completions.create(**asked, extra_body=extra)
+    assert drafted.choices[0].text == plain.choices[0].text
+    assert drafted.model_extra is not None
+    report = drafted.model_extra["metrics"]["speculative_decoding"]
+    assert report["num_spec_tokens"] == 3
+    assert report["mean_acceptance_length"] > 2
+    with client.completions.create(**asked, extra_body=extra, stream=True) as stream:
+        *_, last = stream
+    assert last.choices == []
+    assert last.model_extra is not None
+    assert last.model_extra["metrics"]["speculative_decoding"] == report
+    assert_idle(url)
+    numbers = metrics(url)
+    assert numbers["vllm:spec_decode_num_accepted_tokens_total"] >= 2 * report["num_accepted_draft_tokens"]
+
+
+def test_the_drafter_is_swapped_by_a_command(
+    client: openai.OpenAI, url: str, environ: dict[str, str]
+) -> None:
+    def swap(drafter: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "paceline.deploy", "drafter", "swap", drafter]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=120)
+        # Ray may add lines about its own shutdown.
+        return done.returncode, (done.stdout + done.stderr).partition("\n")[0]
+
+    def num_drafts() -> int:
+        extra = {"speculation": {"report": True}}
+        reply = client.completions.create(
+            model=MODEL, prompt="a, b, a, b, a, b, a,", temperature=0, max_tokens=12, extra_body=extra
+        )
+        assert reply.model_extra is not None
+        return reply.model_extra["metrics"]["speculative_decoding"]["num_draft_tokens"]
+
+    def is_ready() -> bool:
+        return 'shard="0",state="ready"} 1.0' in httpx.get(f"{url}/metrics", trust_env=False).text
+
+    assert num_drafts() > 0
+    assert is_ready()
+    assert swap("none") == (0, "drafting with none")
+    assert num_drafts() == 0
+    code, says = swap("./absent/drafter")
+    assert code == 2
+    assert "give none, ngram, a directory, or an id" in says
+    assert swap("ngram") == (0, "drafting with ngram")
+    assert num_drafts() > 0
+
+
+def test_cached_tokens_are_told(client: openai.OpenAI) -> None:
+    prompt = "A long prefix that two requests share: " + ", ".join(map(str, range(40)))
+    client.completions.create(model=MODEL, prompt=prompt, max_tokens=2)
+    usage = client.completions.create(model=MODEL, prompt=prompt, max_tokens=2).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == (usage.prompt_tokens - 1) // 16 * 16
+
+
+def test_emoji_never_break(client: openai.OpenAI) -> None:
+    """The prompt leads the model into many-byte characters, and biased tokens into broken ones."""
+    fire = "🔥🦊🎉" * 8
+    with client.completions.create(
+        model=MODEL, prompt=fire, temperature=0, max_tokens=24, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        pieces = [chunk.choices[0].text for chunk in stream]
+    assert any(ord(character) > 0xFFFF for character in "".join(pieces))
+    assert all("\ufffd" not in piece for piece in pieces[:-1])
+
+
+def test_errors_reach_the_client_as_its_own(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="gpt-4", messages=QUESTION)
+    assert unknown.value.code == "model_not_found"
+    assert unknown.value.response.headers["x-request-id"]
+    with pytest.raises(openai.BadRequestError) as hot:
+        client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=3)
+    assert (hot.value.param, hot.value.code) == ("temperature", "decimal_above_max_value")
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=MODEL, prompt="word " * 9000)
+    assert long.value.code == "context_length_exceeded"
+
+
+def test_a_client_that_leaves_is_cancelled(client: openai.OpenAI, url: str) -> None:
+    assert_idle(url)
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": "x",
+        "max_tokens": 2000,
+        "extra_body": {"ignore_eos": True},
+    }
+    with client.completions.create(**asked, stream=True) as stream:
+        for _, _ in zip(stream, range(3), strict=False):
+            pass
+    assert_idle(url)
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=1.0).completions.create(**asked)
+    assert_idle(url)
+
+
+def test_many_at_once(client: openai.OpenAI, url: str) -> None:
+    def ask(seed: int) -> str:
+        with client.completions.create(
+            model=MODEL, prompt="The", seed=seed, max_tokens=12, stream=True
+        ) as stream:
+            return "".join(chunk.choices[0].text for chunk in stream)
+
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(ask, range(32)))
+    assert len(set(texts)) > 16
+    assert_idle(url)
+
+
+def test_metrics_have_the_names_dashboards_know(url: str) -> None:
+    numbers = metrics(url)
+    for name in (
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "num_preemptions_total",
+        "request_success_total",
+        "kv_cache_usage_perc",
+        "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_count",
+        "e2e_request_latency_seconds_count",
+        "spec_decode_num_drafts_total",
+        "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total",
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+    ):
+        assert f"vllm:{name}" in numbers
+    assert numbers["vllm:generation_tokens_total"] > 0
+    assert numbers["paceline:step_compute_seconds_total"] > 0
+
+
+def test_answers_are_what_openai_s_schemas_say(schemas: dict[str, Any], url: str) -> None:
+    http = httpx.Client(base_url=f"{url}/v1", trust_env=False, timeout=120)
+    chat = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "max_tokens": 4,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    text = {"model": MODEL, "prompt": "Hello", "max_tokens": 4, "logprobs": 2}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    for body in (chat, {**chat, "logprobs": None, "top_logprobs": None}):
+        valid(schemas, "CreateChatCompletionResponse", http.post("/chat/completions", json=body).json())
+        reply = http.post("/chat/completions", json={**body, **streamed})
+        for line in reply.text.split("\n\n")[:-2]:
+            valid(schemas, "CreateChatCompletionStreamResponse", json.loads(line.removeprefix("data: ")))
+    for body in (text, {**text, "logprobs": None}):
+        valid(schemas, "CreateCompletionResponse", http.post("/completions", json=body).json())
+        for line in http.post("/completions", json={**body, **streamed}).text.split("\n\n")[:-2]:
+            chunk = json.loads(line.removeprefix("data: "))
+            # OpenAI publishes one schema for answers and chunks; it leaves out the nulls of its chunks.
+            choices = [
+                {**choice, "finish_reason": choice["finish_reason"] or "stop"} for choice in chunk["choices"]
+            ]
+            valid(schemas, "CreateCompletionResponse", {**chunk, "choices": choices, "usage": USAGE})
+    valid(schemas, "ListModelsResponse", http.get("/models").json())
+    valid(schemas, "Model", http.get(f"/models/{MODEL}").json())
+    valid(schemas, "ErrorResponse", http.post("/completions", json={}).json())
+    http.close()

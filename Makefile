@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-ROOMS := cluster scheduler kernels workers deploy
+ROOMS := cluster scheduler kernels workers drafter deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve chat test test-slow lint format types bench bench-peers clean
@@ -19,6 +19,8 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): a few minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@# The reference drafter, an oracle of the tests; what it declares is for its own benchmarks.
+	@$(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-deps dflash==0.1.0
 	@touch $(READY)
 
 serve: $(READY) ## serve the default model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
@@ -45,10 +47,10 @@ types: $(READY) ## pyright; tests see the package through links under build/typi
 	@mkdir -p build/typing/paceline
 	@for room in $(ROOMS); do ln -sfn ../../../$$room build/typing/paceline/$$room; done
 	@ln -sfn ../../../__init__.py build/typing/paceline/__init__.py
-	@$(BIN)/pyright
+	@$(BIN)/pyright --project pyproject.toml
 
 bench: $(READY) ## throughput and latency of this checkout on this machine
-	@$(BIN)/python -m paceline.deploy.bench_peers --only paceline $(ARGS)
+	@$(BIN)/python -m paceline.deploy.bench_peers --only paceline --only paceline-ngram $(ARGS)
 
 bench-peers: $(READY) ## the same beside vLLM's CPU build and transformers
 	@$(BIN)/python -m paceline.deploy.bench_peers $(ARGS)

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+# Ray's workers import actors that tests define.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+)
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # hermetic: no token from the user's home
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "2")

@@ -43,7 +43,9 @@ def floor_faults(path: Path, text_imports: list[tuple[int, str]]) -> list[str]:
             if target not in FLOORS:
                 faults.append(f"{path}: {name} is no room")
             elif target != room and FLOORS[target] >= FLOORS[room]:
-                faults.append(f"{path}: {room} (floor {FLOORS[room]}) imports {target} (floor {FLOORS[target]})")
+                faults.append(
+                    f"{path}: {room} (floor {FLOORS[room]}) imports {target} (floor {FLOORS[target]})"
+                )
         elif dots > depth:
             faults.append(f"{path}: {'.' * dots}{name} leaves the package")
     return faults

@@ -2,6 +2,7 @@
 
 import time
 
+import torch
 from torch import Tensor
 
 from ..cluster.errors import ProtocolError
@@ -73,6 +74,8 @@ class ShardRunner:
         if len({commit.step for commit in commits}) > 1:
             raise ProtocolError(f"shard {self.shard}: commits of several steps, but tap rows of one")
         self._proposer.commit(commits, self._taps)
+        if self._taps.is_cuda:  # the answer lets the next step overwrite these rows: they must have been read
+            torch.cuda.current_stream(self._taps.device).synchronize()
 
     def _propose(self, plan: ShardPlan) -> list[Draft]:
         if not 1 <= plan.num_drafts <= self._proposer.max_drafts:

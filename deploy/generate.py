@@ -22,12 +22,12 @@ from ..cluster.messages import FinishReason, SamplingParams, Submit
 from ..workers.runner import max_model_len
 from ..workers.spec import ModelSpec
 from .acceptance import Acceptance
+from .api.text import Detokenizer, Tokenizer
 from .assemble import start_engine, start_local_engine
 from .drafter_source import choose_drafter
 from .engine import Engine
 from .serve import start_ray
 from .startup import StartupView
-from .text import Detokenizer, Tokenizer
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

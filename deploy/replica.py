@@ -14,10 +14,10 @@ from ray.serve import Application
 from ..cluster.config import Config, load_config
 from ..cluster.model_source import resolve_model
 from ..cluster.placement import REPLICA_CPUS, bundles, rank_device, strategy_for
+from .api.app import create_app
+from .api.front import front_of
 from .assemble import start_engine
 from .drafter_source import choose_drafter, with_drafter
-from .front import front_of
-from .http_app import create_app
 
 DEPLOYMENT_NAME = "paceline"
 

@@ -26,7 +26,7 @@ import msgspec
 from ..cluster import errors
 from ..cluster.config import Config, cache_dir
 from ..cluster.errors import EngineError, PacelineError
-from .front import served_name
+from .api.front import served_name
 from .startup import StartupView
 
 ANSWER_TIMEOUT_S = 30.0  # from a running replica to the first answer through the ingress

@@ -13,11 +13,11 @@ import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from paceline.cluster.messages import Output, SamplingParams, Stats, TokenLogprobs
-from paceline.deploy.front import Front
-from paceline.deploy.http_app import create_app
+from paceline.deploy.api.app import create_app
+from paceline.deploy.api.front import Front
+from paceline.deploy.api.text import Tokenizer
+from paceline.deploy.api.validate import ServedModel
 from paceline.deploy.metrics import Metrics
-from paceline.deploy.text import Tokenizer
-from paceline.deploy.validate import ServedModel
 
 MODEL = "org/scripted"
 MAX_MODEL_LEN = 256

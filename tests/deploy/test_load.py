@@ -17,8 +17,8 @@ from front import listening
 from streams import wait_idle
 
 from paceline.cluster.config import Config, EngineConfig, ModelConfig
+from paceline.deploy.api.front import front_of
 from paceline.deploy.assemble import start_engine
-from paceline.deploy.front import front_of
 
 NUM_REQUESTS = 500
 NUM_CLIENTS = 32

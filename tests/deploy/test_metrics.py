@@ -7,7 +7,7 @@ import pytest
 from paceline.cluster.config import ModelConfig
 from paceline.cluster.errors import ConfigError, EngineError, ModelError
 from paceline.cluster.messages import ShardState, ShardStats, Stats
-from paceline.deploy.front import served_name
+from paceline.deploy.api.front import served_name
 from paceline.deploy.metrics import Metrics
 from paceline.deploy.serve import _cause
 

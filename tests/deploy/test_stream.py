@@ -15,11 +15,11 @@ from tiny import make_checkpoint
 from paceline.cluster.config import load_config
 from paceline.cluster.errors import EngineError
 from paceline.cluster.messages import Stats
+from paceline.deploy.api.front import Front, front_of
+from paceline.deploy.api.streaming import merge, stream_choice
+from paceline.deploy.api.validate import prepare_completion
 from paceline.deploy.assemble import start_local_engine
 from paceline.deploy.engine import Engine
-from paceline.deploy.front import Front, front_of
-from paceline.deploy.streaming import merge, stream_choice
-from paceline.deploy.validate import prepare_completion
 
 
 @pytest.fixture(scope="module")

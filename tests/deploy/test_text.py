@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 
 from paceline.cluster.errors import ModelError, RequestError
-from paceline.deploy.text import Detokenizer, StopMatcher, Tokenizer
+from paceline.deploy.api.text import Detokenizer, StopMatcher, Tokenizer
 
 
 def sentencepiece() -> tokenizers.Tokenizer:

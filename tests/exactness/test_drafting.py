@@ -22,12 +22,12 @@ from tiny_drafter import config_of, make_drafter
 
 from paceline.cluster.config import Config, EngineConfig, ModelConfig
 from paceline.cluster.messages import Output, SamplingParams, Stats, TokenLogprobs
+from paceline.deploy.api.streaming import stream_choice
+from paceline.deploy.api.text import Tokenizer
+from paceline.deploy.api.validate import Choice, ServedModel, prepare_completion
 from paceline.deploy.assemble import start_local_engine
 from paceline.deploy.engine import Engine
 from paceline.deploy.metrics import Metrics
-from paceline.deploy.streaming import stream_choice
-from paceline.deploy.text import Tokenizer
-from paceline.deploy.validate import Choice, ServedModel, prepare_completion
 from paceline.workers.spec import ModelSpec
 
 MODEL = "real"

@@ -16,9 +16,9 @@ import msgspec
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ..cluster.config import ReportLevel
-from ..cluster.errors import RequestError
-from ..cluster.messages import SamplingParams
+from ...cluster.config import ReportLevel
+from ...cluster.errors import RequestError
+from ...cluster.messages import SamplingParams
 from .openai_protocol import ChatRequest, CompletionRequest, SamplingRequest
 from .text import Tokenizer
 

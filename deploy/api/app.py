@@ -17,10 +17,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from ..cluster.errors import EngineError, RequestError
+from ...cluster.errors import EngineError, RequestError
+from ..metrics import CONTENT_TYPE
 from .accounting import Account
 from .front import Front
-from .metrics import CONTENT_TYPE
 from .replies import (
     DONE,
     ChatStyle,

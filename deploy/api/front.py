@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..cluster.config import DEFAULT_MODEL, Config, ModelConfig
-from ..workers.runner import max_model_len
-from ..workers.spec import ModelSpec
-from .engine import Engine
-from .metrics import Metrics
+from ...cluster.config import DEFAULT_MODEL, Config, ModelConfig
+from ...workers.runner import max_model_len
+from ...workers.spec import ModelSpec
+from ..engine import Engine
+from ..metrics import Metrics
 from .streaming import TokenSource
 from .text import Tokenizer
 from .validate import ServedModel

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..cluster.errors import RequestError
-from ..cluster.messages import TokenLogprobs
+from ...cluster.errors import RequestError
+from ...cluster.messages import TokenLogprobs
 from .text import Tokenizer
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity

@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..cluster.errors import EngineError
-from ..cluster.messages import Output, SamplingParams
-from .metrics import RequestTimer
+from ...cluster.errors import EngineError
+from ...cluster.messages import Output, SamplingParams
+from ..metrics import RequestTimer
 from .replies import Piece
 from .text import Detokenizer, StopMatcher, Tokenizer
 from .validate import Choice

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .acceptance import Acceptance
+from ..acceptance import Acceptance
 from .replies import Piece
 from .validate import Job
 

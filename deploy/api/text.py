@@ -20,7 +20,7 @@ import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
-from ..cluster.errors import ModelError, RequestError
+from ...cluster.errors import ModelError, RequestError
 
 _SPACE = "\u2581"  # how SentencePiece vocabularies write a space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")

@@ -51,6 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True  # K/V pages of known prefixes are kept and shared
     drafter: str = "default"  # "default" (the model's own, else n-gram), "none", "ngram", a directory, an id
     num_draft_tokens: int | None = None  # per step and sequence; None: the most the drafter makes
+    prompt_lookup: bool = True  # beside a drafter with weights: used where it promises more
     draft_budget: bool = True  # verify drafts only as far as that pays; False: always all there are
     context_cap: int = 16384  # tokens of context per sequence in the drafter; 0: no cap
     drafter_cache_gib: float | None = None  # per shard; None: what the target's K/V leaves for it

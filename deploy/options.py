@@ -37,6 +37,7 @@ HELP = {
     "drafter": "what proposes tokens: default (the model's own, else ngram), none, ngram (prompt lookup), "
     "a directory, or a Hugging Face id",
     "num_draft_tokens": "tokens proposed per step and sequence, at most; none given: what the drafter makes",
+    "prompt_lookup": "beside a drafter with weights also copy from the text so far where that promises more",
     "draft_budget": "propose and verify only as many tokens as make it faster",
     "context_cap": "tokens of context per sequence in the drafter; 0: no cap",
     "drafter_cache_gib": "memory for the drafter's contexts, per rank",

@@ -97,6 +97,11 @@ class DFlashProposer:
         self._histories.free(sequence_id)
 
     def propose(self, proposals: Sequence[Propose], num_drafts: int) -> list[Draft]:
+        self.take(proposals)
+        return self.draft(proposals, num_drafts)
+
+    def take(self, proposals: Sequence[Propose]) -> None:
+        """Take in what was emitted since the last proposals."""
         for proposal in proposals:
             history = self._histories.extend(proposal)
             end = self.contexts.window(proposal.sequence_id).end
@@ -105,6 +110,11 @@ class DFlashProposer:
                     f"sequence {proposal.sequence_id}: the anchor is at {len(history) - 1}, but its context "
                     f"ends at {end}"
                 )
+
+    def draft(self, proposals: Sequence[Propose], num_drafts: int) -> list[Draft]:
+        """Drafts behind the last token of each; those must have been taken in."""
+        if not proposals:
+            return []
         return draft_contained(lambda some: self._draft(some, num_drafts), proposals)
 
     def check(self) -> None:

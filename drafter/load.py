@@ -1,4 +1,4 @@
-"""From a choice to a proposer: prompt lookup, or a checkpoint beside its target's tables."""
+"""From a choice to a proposer: prompt lookup, a checkpoint beside its target's tables, or both."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from ..cluster.config import Config
 from ..cluster.drafter_choice import DrafterChoice
 from ..kernels.dtypes import compute_dtype
 from .dflash_proposer import DFlashProposer
+from .mixed import MixedProposer
 from .ngram import NgramProposer
 from .proposer import Proposer
 from .target import Target
@@ -25,7 +26,7 @@ def load_proposer(
     if choice.path is None:
         return NgramProposer() if engine.num_draft_tokens is None else NgramProposer(engine.num_draft_tokens)
     dtype = compute_dtype(config.model.dtype, device)
-    return DFlashProposer.load(
+    network = DFlashProposer.load(
         choice.path,
         Target.load(model_path, max_model_len, dtype, device),
         context_bytes=_context_bytes(config, device),
@@ -34,6 +35,7 @@ def load_proposer(
         dtype=dtype,
         device=device,
     )
+    return MixedProposer(network) if engine.prompt_lookup else network
 
 
 def _context_bytes(config: Config, device: torch.device) -> int:

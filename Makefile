@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEV_READY := $(VENV)/.ready-dev
+PIP_INSTALL := $(BIN)/pip install --quiet --quiet --disable-pip-version-check
 ROOMS := cluster scheduler kernels workers drafter deploy
 
 .DEFAULT_GOAL := help
@@ -11,17 +13,21 @@ ROOMS := cluster scheduler kernels workers drafter deploy
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-setup: $(READY) ## make .venv with pinned dependencies
+setup: $(DEV_READY) ## make .venv with pinned dependencies
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Paceline needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 2; }
 	@echo "Setting up $(VENV): a few minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@# The reference drafter, an oracle of the tests; what it declares is for its own benchmarks.
-	@$(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-deps dflash==0.1.0
+	@$(PIP_INSTALL) --constraint constraints.txt --editable .
 	@touch $(READY)
+
+$(DEV_READY): $(READY)
+	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
+	@# The reference drafter, an oracle of the tests; what it declares is for its own benchmarks.
+	@$(PIP_INSTALL) --no-deps dflash==0.1.0
+	@touch $(DEV_READY)
 
 serve: $(READY) ## serve the default model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	@$(BIN)/paceline serve $(ARGS)
@@ -29,21 +35,21 @@ serve: $(READY) ## serve the default model on http://127.0.0.1:8000 (ARGS="--por
 chat: $(READY) ## talk to a running server in the terminal
 	@$(BIN)/paceline chat $(ARGS)
 
-test: $(READY) ## the test suite (about ten minutes on two cores)
+test: $(DEV_READY) ## the test suite (about ten minutes on two cores)
 	@$(BIN)/python -m pytest -q $(ARGS)
 
-test-slow: $(READY) ## the tests marked slow
+test-slow: $(DEV_READY) ## the tests marked slow
 	@$(BIN)/python -m pytest -q -m slow $(ARGS)
 
-lint: $(READY) ## ruff: style and imports
+lint: $(DEV_READY) ## ruff: style and imports
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-format: $(READY) ## ruff: mend what it can
+format: $(DEV_READY) ## ruff: mend what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-types: $(READY) ## pyright; tests see the package through links under build/typing
+types: $(DEV_READY) ## pyright; tests see the package through links under build/typing
 	@mkdir -p build/typing/paceline
 	@for room in $(ROOMS); do ln -sfn ../../../$$room build/typing/paceline/$$room; done
 	@ln -sfn ../../../__init__.py build/typing/paceline/__init__.py

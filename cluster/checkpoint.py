@@ -3,7 +3,6 @@
 Pickled weights (`*.bin`, `*.pt`) are refused: loading one runs code its author chose.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import ModelError
+from .model_directory import weight_files
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -33,7 +33,7 @@ class Checkpoint:
         self.path = path
         self._stack = ExitStack()
         self._stored: dict[str, tuple[Any, str]] = {}  # name -> its open file, name in it
-        for file in _files(path):
+        for file in weight_files(path):
             try:
                 opened = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
             except (SafetensorError, OSError) as error:
@@ -119,30 +119,6 @@ class Checkpoint:
                 f"{self.path}: the weights do not fit config.json: {'; '.join(problems)}; "
                 "use the config.json and weights of one release"
             )
-
-
-def _files(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-            files = sorted(path / Path(name).name for name in names)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index} is damaged ({error!r}); download it again") from None
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise ModelError(f"{path}: {', '.join(missing)} missing; download the model again")
-        return files
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
-    if files := sorted(path.glob("*.safetensors")):
-        return files
-    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
-    if pickles:
-        raise ModelError(
-            f"{path} has only pickled weights ({', '.join(pickles[:_NUM_NAMED])}), "
-            "which run code when loaded; convert them to safetensors"
-        )
-    raise ModelError(f"{path} has no *.safetensors; give a directory in Hugging Face's layout")
 
 
 def _named(what: str, names: Iterable[str]) -> list[str]:

@@ -23,8 +23,9 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from ..cluster.config import BUILT_IN_DRAFTERS, DEFAULT_MODEL, Config, cache_dir
+from ..cluster.default_model import WHEEL_BYTES
 from ..cluster.errors import ConfigError, UserError
-from ..cluster.model_source import WHEEL_BYTES, find_drafter, find_model
+from ..cluster.model_source import find_drafter, find_model
 
 GIB = 1 << 30
 

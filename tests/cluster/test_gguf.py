@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from paceline.cluster import gguf
 from paceline.cluster.errors import ModelError
 from paceline.cluster.gguf import convert_gguf
-from paceline.cluster.model_source import check_directory
+from paceline.cluster.model_directory import check_directory
 from paceline.workers.spec import ModelSpec
 
 TEXT = "It's 1234 caf\u00e9s, na\u00efve \U0001f600!\n\n  two  spaces\ttab"

@@ -11,7 +11,7 @@ from rich.console import Console
 from tiny import make_checkpoint
 from tiny_drafter import config_of, make_drafter
 
-from paceline.cluster import model_source
+from paceline.cluster import default_model
 from paceline.cluster.config import Config, EngineConfig, ModelConfig, ServerConfig
 from paceline.cluster.errors import ConfigError
 from paceline.deploy import doctor
@@ -113,7 +113,7 @@ def test_default_model_is_not_fetched(config: Config, monkeypatch: pytest.Monkey
     def fetch(*_: object) -> None:
         raise AssertionError("doctor fetched")
 
-    monkeypatch.setattr(model_source, "_pip_download", fetch)
+    monkeypatch.setattr(default_model, "_pip_download", fetch)
     absent = _with(config, "model", model="default")
     (finding,) = (finding for finding in examine(absent) if finding.subject == "model")
     assert finding.level == "fine"

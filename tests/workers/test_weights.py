@@ -91,7 +91,7 @@ def test_damaged_checkpoints_are_refused(checkpoint: Path, damage: object, messa
 def test_index_with_a_missing_file_is_refused(checkpoint: Path) -> None:
     index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"model-00002-of-00002.safetensors missing"):
+    with pytest.raises(ModelError, match=r"lacks 1 of its weight files .model-00002-of-00002.safetensors"):
         Runner(checkpoint, make_config())
 
 

@@ -225,6 +225,7 @@ class ShardLost(msgspec.Struct, frozen=True, tag=True):
     """Server to scheduler: this life of a shard has ended. Said again, or of an unknown one: ignored."""
 
     peer: str
+    is_dismissed: bool = False  # it was ended because no drafter is wanted, not lost
 
 
 class ShardSilent(msgspec.Struct, frozen=True, tag=True):

@@ -215,7 +215,7 @@ class Shards:
             self._retiring[life] = time.monotonic() + RETIRE_S
             return
         if life.run is not None:
-            self._link.send(ShardLost(life.peer))
+            self._link.send(ShardLost(life.peer, is_dismissed=not has_heir))
         self._kill(life)
 
     def _keep(self) -> None:

@@ -70,7 +70,7 @@ class LocalShard:
             if proposer is not None:
                 self._begin(proposer)
             elif self._current is not None:
-                self._server.send(ShardLost(self._current))
+                self._server.send(ShardLost(self._current, is_dismissed=True))
                 self._links[self._current].close()
                 self._current = None
             return self._current

@@ -10,7 +10,7 @@ read. A shard is only ever a gain: whatever it does, lacks or fails at, its sequ
 
 from collections.abc import Sequence
 
-from ..cluster.messages import Output, ShardSilent
+from ..cluster.messages import Output, ShardLost, ShardSilent
 from .budget import DraftBudget, Phase, most_drafts, share_rows, useful_drafts
 from .context import Computed, ContextLedger
 from .events import DraftsArrived, ShardUp, ToShard
@@ -66,13 +66,14 @@ class Drafting:
             self.shards.append(Shard(len(self.shards)))
         self.shards[index].successor = (event.peer, event.ready)
 
-    def lost(self, peer: str) -> None:
+    def lost(self, event: ShardLost) -> None:
         """A life has ended; of one that is not in use any more that is no news."""
+        peer = event.peer
         for shard in self.shards:
             if shard.successor is not None and shard.successor[0] == peer:
                 shard.successor = None
             elif shard.peer == peer and shard.state in ("ready", "quarantined"):
-                shard.stop("lost")
+                shard.stop("absent" if event.is_dismissed else "lost")
 
     def switch(self) -> list[ToShard]:
         """Put next lives in the places of last ones, but not of those that are being waited for."""

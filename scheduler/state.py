@@ -96,7 +96,7 @@ class Scheduler:
             case ShardUp():
                 self._drafting.up(event)
             case ShardLost():
-                self._drafting.lost(event.peer)
+                self._drafting.lost(event)
             case DraftsOverdue():
                 commands = [*self._drafting.overdue(event.phase)]
         commands[:0] = self._drafting.switch()

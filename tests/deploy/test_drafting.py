@@ -149,7 +149,7 @@ async def test_a_drafter_is_swapped_under_streams(
         assert await streams == expected, name
         await wait_until(
             lambda name=name: (
-                {s.state for s in engine.stats.shards} == {"lost" if name == "none" else "ready"}
+                {s.state for s in engine.stats.shards} == {"absent" if name == "none" else "ready"}
             )
         )
         assert engine.num_streams == 0, number

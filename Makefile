@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --quiet --disable-pip-version-check
 ROOMS := cluster scheduler kernels workers drafter deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat test test-slow lint format types bench bench-peers clean
+.PHONY: help setup serve chat test test-slow lint format types stubs bench bench-peers clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ types: $(DEV_READY) ## pyright; tests see the package through links under build/
 	@for room in $(ROOMS); do ln -sfn ../../../$$room build/typing/paceline/$$room; done
 	@ln -sfn ../../../__init__.py build/typing/paceline/__init__.py
 	@$(BIN)/pyright --project pyproject.toml
+
+stubs: $(READY) ## generate the Python of deploy/grpc/paceline.proto again
+	@$(BIN)/python -m paceline.deploy.grpc.generate
 
 bench: $(READY) ## throughput and latency of this checkout on this machine
 	@$(BIN)/python -m paceline.deploy.bench_peers --only paceline --only paceline-ngram $(ARGS)

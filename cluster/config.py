@@ -66,9 +66,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None  # None: no gRPC
     drain_s: float = 20.0  # how long a replica may finish its streams when it is asked to stop
     max_body_bytes: int = 4 << 20
     per_request_speculation_metrics: ReportLevel = "none"  # what an answer tells of its drafts
+    abandoned_s: float = 30.0  # a stream that its client does not read for so long is ended
     max_stream_backlog: int = 4096  # undelivered tokens after which a slow reader's request is ended
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -177,6 +179,7 @@ def _validate(config: Config) -> None:
         ("max_model_len", model.max_model_len),
         ("max_body_bytes", server.max_body_bytes),
         ("max_stream_backlog", server.max_stream_backlog),
+        ("abandoned_s", server.abandoned_s),
         ("step_deadline_s", engine.step_deadline_s),
         ("start_timeout_s", engine.start_timeout_s),
         ("aging_s", engine.aging_s),
@@ -207,3 +210,5 @@ def _validate(config: Config) -> None:
         )
     if not 0 <= server.port <= 65535:
         raise ConfigError(f"port is {server.port}; it must be between 0 and 65535")
+    if server.grpc_port is not None and not 0 <= server.grpc_port <= 65535:
+        raise ConfigError(f"grpc_port is {server.grpc_port}; it must be between 0 and 65535")

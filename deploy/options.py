@@ -47,9 +47,11 @@ HELP = {
     "check_invariants": "check the scheduler's state after every event",
     "host": "address to listen on; 0.0.0.0 for all",
     "port": "port to listen on",
+    "grpc_port": "port for gRPC, on the same address; none given: no gRPC",
     "drain_s": "how long streams may finish when the server stops",
     "max_body_bytes": "largest request body",
     "per_request_speculation_metrics": "what an answer tells of its drafts unless the request says",
+    "abandoned_s": "a stream that its client does not read for so long is ended",
     "max_stream_backlog": "unread tokens after which a slow reader's request ends",
     "log_level": "least severe log line that is written",
 }

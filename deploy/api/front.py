@@ -26,6 +26,7 @@ class Front:
     served: ServedModel
     metrics: Metrics
     max_body_bytes: int
+    abandoned_s: float = 30.0  # a stream that is not read for so long ends
     started: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -47,6 +48,7 @@ def front_of(config: Config, path: Path, engine: Engine, replica: str) -> Front:
         served=served,
         metrics=Metrics(name, replica, lambda: engine.stats),
         max_body_bytes=config.server.max_body_bytes,
+        abandoned_s=config.server.abandoned_s,
     )
 
 

@@ -42,7 +42,7 @@ class TokenSource(Protocol):
 
 
 class ClientGone(Exception):
-    """The client closed its connection; there is no one to answer."""
+    """The client closed its connection, or reads no more; there is no one to answer."""
 
 
 async def stream_choice(
@@ -180,14 +180,15 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
 
 
 class EventStream(Response):
-    """Server-sent events from a generator, which is closed when the client goes."""
+    """Server-sent events from a generator, which is closed when the client goes or stops reading."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], patience_s: float) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._patience_s = patience_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
@@ -197,7 +198,11 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            except TimeoutError:
+                raise ClientGone(f"nothing was read for {self._patience_s:g} s") from None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -15,11 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import jsonschema
 import openai
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from paceline.deploy.grpc import paceline_pb2 as pb
+from paceline.deploy.grpc.paceline_pb2_grpc import PacelineStub
+from paceline.deploy.grpc.service import SERVICE
 
 MODEL = "SmolLM2-135M-Instruct"
 START_S = 240.0  # generous: the suite may share its cores
@@ -37,14 +44,24 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
+def ports() -> tuple[int, int]:
+    """For HTTP and for gRPC."""
+    with socket.create_server(("127.0.0.1", 0)) as http, socket.create_server(("127.0.0.1", 0)) as rpc:
+        return http.getsockname()[1], rpc.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
 def url(
-    default_model: Path, environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    default_model: Path,
+    environ: dict[str, str],
+    ports: tuple[int, int],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[str]:
     """A server's URL; afterwards every process it started must be gone."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port, grpc_port = ports
     log = tmp_path_factory.mktemp("server") / "log"
     options = f"--port {port} --served-model-name {MODEL} --num-threads 1 --kv-cache-gib 0.5 --dtype float32"
+    options += f" --grpc-port {grpc_port}"
     options += " --no-draft-budget"  # what is drafted must not depend on how fast this machine is
     command = [sys.executable, "-m", "paceline.deploy", "serve", str(default_model), *options.split()]
     with log.open("wb") as output:
@@ -285,6 +302,62 @@ def test_a_client_that_leaves_is_cancelled(client: openai.OpenAI, url: str) -> N
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=1.0).completions.create(**asked)
     assert_idle(url)
+
+
+@pytest.fixture(scope="module")
+def channel(url: str, ports: tuple[int, int]) -> Iterator[grpc.Channel]:
+    del url  # there is a server
+    with grpc.insecure_channel(f"127.0.0.1:{ports[1]}") as it:
+        grpc.channel_ready_future(it).result(30)
+        yield it
+
+
+def test_grpc_says_what_http_says(client: openai.OpenAI, channel: grpc.Channel) -> None:
+    stub = PacelineStub(channel)
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "seed": 3, "max_tokens": 12}
+    over_http = client.completions.create(**asked)
+    whole = stub.Generate(pb.GenerateRequest(**asked), timeout=60)
+    *chunks, last = stub.GenerateStream(pb.GenerateRequest(**asked), timeout=60)
+    assert whole.choices[0].text == over_http.choices[0].text == "".join(chunk.text for chunk in chunks)
+    assert over_http.usage is not None
+    assert last.usage.total_tokens == whole.usage.total_tokens == over_http.usage.total_tokens
+    with pytest.raises(grpc.RpcError) as hot:
+        stub.Generate(pb.GenerateRequest(**asked, temperature=3), timeout=60)
+    assert hot.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(hot.value.trailing_metadata())["paceline-code"] == "decimal_above_max_value"
+    with pytest.raises(grpc.RpcError) as unknown:
+        list(stub.GenerateStream(pb.GenerateRequest(model="gpt-4", prompt="x"), timeout=60))
+    assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+def test_a_grpc_client_that_leaves_is_cancelled(channel: grpc.Channel, url: str) -> None:
+    stub = PacelineStub(channel)
+    asked = pb.GenerateRequest(model=MODEL, prompt="x", max_tokens=2000, ignore_eos=True, request_id="a")
+    assert_idle(url)
+    stream = stub.GenerateStream(asked)
+    for _, _ in zip(stream, range(3), strict=False):
+        pass
+    stream.cancel()
+    assert_idle(url)
+    for call in (stub.Generate, lambda *args, **more: list(stub.GenerateStream(*args, **more))):
+        with pytest.raises(grpc.RpcError) as late:
+            call(asked, timeout=1.0)
+        assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert_idle(url)
+    stream = stub.GenerateStream(asked)
+    next(stream)
+    assert stub.Abort(pb.AbortRequest(request_id="a"), timeout=60).is_aborted
+    with pytest.raises(grpc.RpcError) as aborted:
+        list(stream)
+    assert dict(aborted.value.trailing_metadata())["paceline-code"] == "aborted"
+    assert_idle(url)
+
+
+def test_grpc_health_and_reflection(channel: grpc.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    assert health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60).status == 1
+    services = ProtoReflectionDescriptorDatabase(channel).get_services()
+    assert {SERVICE, "grpc.health.v1.Health"} <= set(services)
 
 
 def test_many_at_once(client: openai.OpenAI, url: str) -> None:

@@ -1,0 +1,61 @@
+"""Pieces of an answer as gRPC messages."""
+
+import time
+
+from ...cluster.messages import TokenLogprobs
+from ..api.accounting import Account
+from ..api.replies import Gathered, Piece
+from ..api.text import Tokenizer
+from . import paceline_pb2 as pb
+
+
+def chunk_of(reply_id: str, piece: Piece, tokenizer: Tokenizer) -> pb.GenerateChunk:
+    return pb.GenerateChunk(
+        id=reply_id,
+        index=piece.index,
+        text=piece.text,
+        logprobs=_logprobs(piece.tokens, tokenizer),
+        finish_reason=piece.finish_reason or "",
+    )
+
+
+def usage_of(account: Account) -> pb.Usage:
+    usage = account.usage()
+    return pb.Usage(
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
+        total_tokens=usage["total_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+    )
+
+
+def whole(
+    reply_id: str, model: str, choices: list[Gathered], account: Account, tokenizer: Tokenizer
+) -> pb.GenerateResponse:
+    generated = [
+        pb.GeneratedChoice(
+            index=index,
+            text=choice.text,
+            logprobs=_logprobs(choice.tokens, tokenizer),
+            finish_reason=choice.finish_reason or "",
+        )
+        for index, choice in enumerate(choices)
+    ]
+    return pb.GenerateResponse(
+        id=reply_id, created=int(time.time()), model=model, choices=generated, usage=usage_of(account)
+    )
+
+
+def _logprobs(tokens: list[tuple[int, TokenLogprobs]], tokenizer: Tokenizer) -> list[pb.TokenLogprob]:
+    return [
+        pb.TokenLogprob(
+            token_id=token_id,
+            token=tokenizer.spell(token_id),
+            logprob=at.logprob,
+            top_logprobs=[
+                pb.TopLogprob(token_id=other, token=tokenizer.spell(other), logprob=logprob)
+                for other, logprob in at.top
+            ],
+        )
+        for token_id, at in tokens
+    ]

@@ -1,0 +1,191 @@
+"""The gRPC door: the RPCs of `paceline.proto` and the standard health service over the engine of a replica.
+
+Serve's ingress owns the sockets, balances the replicas and passes on cancellations and deadlines (within
+about a millisecond, behind HAProxy; its Python proxy does not, so there is no gRPC without HAProxy). The
+methods also work as a servicer of grpc.aio, which is how most tests run them.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Protocol
+
+from grpc_health.v1 import health_pb2
+
+from ...cluster.errors import EngineError, RequestError
+from ..api.accounting import Account
+from ..api.app import as_request_error
+from ..api.front import Front
+from ..api.guard import ReadAhead
+from ..api.replies import Gathered, Piece
+from ..api.streaming import merge, stream_choice
+from ..api.validate import Job
+from . import paceline_pb2 as pb
+from .replies import chunk_of, usage_of, whole
+from .requests import prepare, prepare_tokens
+from .status import CallContext, answer_error, metadata
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Paceline"].full_name
+# As Serve's `grpc_servicer_functions`; it asks the deployment for a method of each RPC's name.
+SERVICER_FUNCTIONS = [
+    "paceline.deploy.grpc.paceline_pb2_grpc.add_PacelineServicer_to_server",
+    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+]
+THREADED_REQUEST_BYTES = 16 << 10  # longer requests are tokenized beside the event loop
+WATCH_S = 1.0  # how often the health of a watched service is looked at
+
+_HealthStatus = health_pb2.HealthCheckResponse.ServingStatus
+
+
+class Keys(Protocol):
+    """Who may call."""
+
+    def check(self, header: str | None) -> object | None:
+        """The caller that the value of an Authorization header names; None: nobody we know."""
+        ...
+
+
+class GrpcMethods:
+    """The RPCs by their names in the proto files. Whoever inherits calls `open_grpc` before the first one."""
+
+    def open_grpc(self, front: Front, keys: Keys | None = None) -> None:
+        self._front = front
+        self._keys = keys  # None: whoever reaches the port may call
+        self._calls: dict[str, ReadAhead[Piece]] = {}  # by the client's request_id, for Abort
+
+    async def Generate(self, request: pb.GenerateRequest, grpc_context: CallContext) -> pb.GenerateResponse:
+        tokenizer = self._front.served.tokenizer
+        try:
+            job = await self._prepare(request, grpc_context, is_stream=False)
+            reply_id, account = f"gen-{uuid.uuid4().hex}", Account(job)
+            choices = [Gathered() for _ in job.choices]
+            async with self._open(request, reply_id, job) as pieces:
+                async for piece in pieces:
+                    choices[piece.index].add(piece)
+                    account.add(piece)
+            return whole(reply_id, self._front.served.name, choices, account, tokenizer)
+        except Exception as error:
+            answer_error(grpc_context, as_request_error(error))
+            return pb.GenerateResponse()
+
+    async def GenerateStream(
+        self, request: pb.GenerateRequest, grpc_context: CallContext
+    ) -> AsyncGenerator[pb.GenerateChunk, None]:
+        tokenizer = self._front.served.tokenizer
+        try:
+            job = await self._prepare(request, grpc_context, is_stream=True)
+            reply_id, account = f"gen-{uuid.uuid4().hex}", Account(job)
+            async with self._open(request, reply_id, job) as pieces:
+                async for piece in pieces:
+                    account.add(piece)
+                    yield chunk_of(reply_id, piece, tokenizer)
+            yield pb.GenerateChunk(id=reply_id, usage=usage_of(account))
+        except Exception as error:
+            answer_error(grpc_context, as_request_error(error))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: CallContext) -> pb.TokenizeResponse:
+        try:
+            self._admit(request.ByteSize(), grpc_context)
+            ids = await asyncio.to_thread(prepare_tokens, request, self._front.served)
+            return pb.TokenizeResponse(token_ids=ids, max_model_len=self._front.served.max_model_len)
+        except Exception as error:
+            answer_error(grpc_context, as_request_error(error))
+            return pb.TokenizeResponse()
+
+    async def Abort(self, request: pb.AbortRequest, grpc_context: CallContext) -> pb.AbortResponse:
+        try:
+            self._admit(request.ByteSize(), grpc_context)
+        except RequestError as error:
+            answer_error(grpc_context, error)
+            return pb.AbortResponse()
+        pieces = self._calls.get(request.request_id)
+        if pieces is not None:
+            pieces.stop(RequestError("the request was aborted", status=499, code="aborted"))
+        return pb.AbortResponse(is_aborted=pieces is not None)
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: CallContext
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in ("", SERVICE):
+            error = RequestError(f"there is no service {request.service[:100]!r}", status=404)
+            answer_error(grpc_context, error)
+        return health_pb2.HealthCheckResponse(status=self._health(request.service))
+
+    async def List(
+        self, request: health_pb2.HealthListRequest, grpc_context: CallContext
+    ) -> health_pb2.HealthListResponse:
+        del request, grpc_context
+        statuses = {name: health_pb2.HealthCheckResponse(status=self._health(name)) for name in ("", SERVICE)}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: CallContext
+    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
+        del grpc_context
+        told: _HealthStatus.ValueType | None = None
+        while True:
+            status = self._health(request.service)
+            if status != told:
+                told = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            await asyncio.sleep(WATCH_S)
+
+    def _health(self, service: str) -> _HealthStatus.ValueType:
+        if service not in ("", SERVICE):
+            return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        try:
+            self._front.check_health()
+        except EngineError:
+            return health_pb2.HealthCheckResponse.NOT_SERVING
+        return health_pb2.HealthCheckResponse.SERVING
+
+    def _admit(self, num_bytes: int, context: CallContext) -> None:
+        """Refuse who may not call and what is too large. Raises RequestError."""
+        if self._keys is not None and self._keys.check(metadata(context, "authorization")) is None:
+            raise RequestError(
+                "give a valid key as metadata: authorization = Bearer KEY", status=401, code="invalid_api_key"
+            )
+        if num_bytes > self._front.max_body_bytes:
+            raise RequestError(
+                f"the request is larger than {self._front.max_body_bytes} bytes, the limit of this server",
+                status=413,
+                code="request_too_large",
+            )
+
+    async def _prepare(self, request: pb.GenerateRequest, context: CallContext, *, is_stream: bool) -> Job:
+        num_bytes = request.ByteSize()
+        self._admit(num_bytes, context)
+        if num_bytes > THREADED_REQUEST_BYTES:
+            return await asyncio.to_thread(prepare, request, self._front.served, is_stream=is_stream)
+        return prepare(request, self._front.served, is_stream=is_stream)
+
+    @asynccontextmanager
+    async def _open(
+        self, request: pb.GenerateRequest, reply_id: str, job: Job
+    ) -> AsyncIterator[ReadAhead[Piece]]:
+        """The pieces of all choices, under the name that Abort knows."""
+        front, name = self._front, request.request_id
+        if name in self._calls:
+            raise RequestError(
+                f"a request named {name[:100]!r} is running; choose another name",
+                code="duplicate_request_id",
+                param="request_id",
+            )
+        streams = [
+            stream_choice(
+                front.source,
+                front.served.tokenizer,
+                f"{reply_id}-{choice.index}",
+                choice,
+                front.metrics.start(),
+            )
+            for choice in job.choices
+        ]
+        async with aclosing(ReadAhead(merge(streams), front.abandoned_s)) as pieces:
+            if name:
+                self._calls[name] = pieces
+            try:
+                yield pieces
+            finally:
+                self._calls.pop(name, None)

@@ -1,7 +1,8 @@
 """The `paceline` command.
 
 Exit codes: 0, done; 1, something failed that the caller cannot mend, or `doctor` found a reason not to serve;
-2, the caller's mistake, named in one line on stderr with its remedy; 130, interrupted.
+2, the caller's mistake, named in one line on stderr with its remedy; 3, a batch is complete, but lines failed;
+130 or 143, interrupted.
 
 Modules that bring torch or Ray are imported inside the commands, so that `--help` answers at once.
 """
@@ -15,7 +16,7 @@ from typing import Annotated
 import typer
 
 from ..cluster.config import BUILT_IN_DRAFTERS, Config
-from ..cluster.errors import PacelineError, UserError
+from ..cluster.errors import ConfigError, PacelineError, UserError
 from ..cluster.model_source import resolve_model
 from .options import config_command
 
@@ -128,6 +129,51 @@ def generate(
     with StartupView() as view:
         path = resolve_model(config.model.model, config.model.revision, view.phase)
         run_generate(config, path, prompts, params, view, as_json=as_json)
+
+
+@app.command()
+@config_command("model", "engine")
+def batch(
+    config: Config,
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Where the answers go.")],
+    url: Annotated[
+        str | None, typer.Option(help="Ask this server; none given: an engine of the batch's own.")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Lines under way at once, per replica; none given: what it takes.")
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Engines on Ray, at most; none given: one, in this process.")
+    ] = None,
+    min_replicas: Annotated[
+        int | None, typer.Option(min=1, help="Engines at the least; none given: as many as at most.")
+    ] = None,
+    ordered: Annotated[bool, typer.Option("--ordered", help="Answers in the order of the lines.")] = False,
+    grace_s: Annotated[
+        float, typer.Option(min=0.0, help="How long lines under way may finish after SIGTERM.")
+    ] = 2.0,
+) -> None:
+    """Answer a file of requests; run it again after a crash and it goes on where it was."""
+    from .batch.command import BatchOptions, run_command
+    from .serve import set_environment
+
+    if min_replicas is not None and (replicas is None or min_replicas > replicas):
+        raise ConfigError("--min-replicas must be at most --replicas; give both")
+    if url is not None and replicas is not None:
+        raise ConfigError("--url and --replicas exclude each other; leave one out")
+    set_environment()  # Ray reads it when it is imported
+    options = BatchOptions(
+        source=source,
+        output=output,
+        url=url,
+        concurrency=concurrency,
+        num_replicas=replicas,
+        min_replicas=min_replicas,
+        is_ordered=ordered,
+        grace_s=grace_s,
+    )
+    raise typer.Exit(run_command(config, options))
 
 
 @app.command()

@@ -178,7 +178,7 @@ async def _generate(
         async with places:
             return await _complete(engine, tokenizer, request, drafter, live)
 
-    async with _running(config, model_path) as engine:
+    async with running(config, model_path) as engine:
         view.close()
         tasks = [asyncio.create_task(complete(engine, request)) for request in requests]
         try:
@@ -245,7 +245,7 @@ async def _complete(
 
 
 @contextlib.asynccontextmanager
-async def _running(config: Config, model_path: Path) -> AsyncIterator[Engine]:
+async def running(config: Config, model_path: Path) -> AsyncIterator[Engine]:
     """An engine for as long as the block lasts: of threads for one rank, of Ray actors for more."""
     is_local = config.engine.tensor_parallel_size == 1
     with contextlib.ExitStack() as stack:

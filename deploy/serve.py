@@ -223,7 +223,8 @@ def _set_defaults(values: dict[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
-def start_ray(config: Config) -> None:
+def start_ray(config: Config, num_engines: int = 1) -> None:
+    """Connect to the Ray in RAY_ADDRESS, or start one that holds `num_engines` engines."""
     import ray
 
     from ..cluster.placement import bundles
@@ -232,7 +233,8 @@ def start_ray(config: Config) -> None:
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=is_debug, configure_logging=is_debug)
         return
-    num_cpus = sum(bundle["CPU"] for bundle in bundles(config.engine.tensor_parallel_size, "cpu"))
+    of_engine = bundles(config.engine.tensor_parallel_size, "cpu")
+    num_cpus = num_engines * sum(bundle["CPU"] for bundle in of_engine)
     ray.init(
         num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus) + 1),
         object_store_memory=OBJECT_STORE_BYTES,

@@ -6,10 +6,11 @@ Whoever answers (an engine here, a server, replicas on Ray) is a function; nothi
 """
 
 import asyncio
+import contextlib
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,11 @@ class Totals:
     def is_complete(self) -> bool:
         return self.num_completed + self.num_failed == self.num_lines
 
-    def count(self, result: Result) -> None:
-        if result["error"] is None:
-            self.num_completed += 1
-        else:
+    def count(self, *, is_failed: bool) -> None:
+        if is_failed:
             self.num_failed += 1
+        else:
+            self.num_completed += 1
 
 
 async def run_batch(
@@ -109,12 +110,13 @@ class _Run:
         self._stopping = stopping
         self._grace_s = grace_s
         self._unsaved: list[Result] = []
-        self._saving = asyncio.Lock()
+        self._shall_save = asyncio.Event()
+        self._is_over = False
         self._began = time.monotonic()
         done: set[str] = set()
         for result in segments.done():
-            done.add(result["custom_id"])
-            self.totals.count(result)
+            done.add(result.custom_id)
+            self.totals.count(is_failed=result.is_failed)
         self.totals.num_resumed = len(done)
         self.totals.num_failed += len(batch.bad_lines)
         self._left = read_lines(batch, [place for place in batch.places if place.custom_id not in done])
@@ -122,20 +124,21 @@ class _Run:
     async def work(self, concurrency: int) -> None:
         """Returns when no line is left, or in time after `stopping`; in any case what was done is kept."""
         self._progress(self.totals)
-        saver = asyncio.create_task(self._save_now_and_then())
-        workers = [asyncio.create_task(self._ask(self._left)) for _ in range(concurrency)]
+        saver = asyncio.create_task(self._save())
+        workers = [asyncio.create_task(self._ask()) for _ in range(concurrency)]
+        working = asyncio.ensure_future(asyncio.gather(*workers))  # the first that fails ends it
         stopper = asyncio.create_task(self._stop(workers))
         try:
-            for worker in asyncio.as_completed(workers):
-                await worker  # the first that fails ends all
-        except asyncio.CancelledError:
-            if not self._stopping.is_set():
-                raise
+            await asyncio.wait((working, saver), return_when=asyncio.FIRST_COMPLETED)
+            if working.done() and not self._stopping.is_set():
+                working.result()
         finally:
-            for task in (saver, stopper, *workers):
+            for task in (working, stopper, *workers):
                 task.cancel()
-            await asyncio.gather(saver, stopper, *workers, return_exceptions=True)
-            await self._save()
+            await asyncio.gather(working, stopper, *workers, return_exceptions=True)
+            self._is_over = True
+            self._shall_save.set()
+            await saver
             self._progress(self.totals)
 
     async def _stop(self, workers: "list[asyncio.Task[None]]") -> None:
@@ -144,15 +147,29 @@ class _Run:
         for worker in workers:
             worker.cancel()
 
-    async def _ask(self, left: Iterator[Line]) -> None:
+    async def _ask(self) -> None:
         """A worker: line after line, as long as there are any."""
-        while not self._stopping.is_set() and (line := next(left, None)) is not None:
+        while not self._stopping.is_set() and (line := next(self._left, None)) is not None:
             response = await self._answered(line)
             result = _result(line["custom_id"], response)
             self._unsaved.append(result)
             self._count(result)
             if len(self._unsaved) >= FLUSH_LINES:
-                await self._save()
+                self._shall_save.set()
+
+    async def _save(self) -> None:
+        """The only one that writes, until the run is over; never cancelled, so no write is left half done."""
+        while not (self._is_over and not self._unsaved):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_S):
+                    await self._shall_save.wait()
+            self._shall_save.clear()
+            if self._unsaved:
+                results, self._unsaved = self._unsaved, []
+                try:
+                    await asyncio.to_thread(self._segments.append, results)
+                except OSError as error:
+                    raise EngineError(f"results cannot be written ({error}); mend it and run again") from None
 
     async def _answered(self, line: Line) -> Response:
         num_attempts = 0
@@ -175,23 +192,12 @@ class _Run:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     def _count(self, result: Result) -> None:
-        self.totals.count(result)
+        self.totals.count(is_failed=result["error"] is not None)
         usage = result["response"]["body"].get("usage") or {}
         self.totals.prompt_tokens += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
         self.totals.completion_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
         self.totals.seconds = time.monotonic() - self._began
         self._progress(self.totals)
-
-    async def _save_now_and_then(self) -> None:
-        while True:
-            await asyncio.sleep(FLUSH_S)
-            await self._save()
-
-    async def _save(self) -> None:
-        async with self._saving:
-            if self._unsaved:
-                results, self._unsaved = self._unsaved, []
-                await asyncio.shield(asyncio.to_thread(self._segments.append, results))
 
 
 def _result(custom_id: str, response: Response) -> Result:

@@ -7,11 +7,13 @@
 A result counts as done when the segment that holds it has its name. One process at a time may write.
 """
 
+import contextlib
 import fcntl
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,6 +22,24 @@ from ...cluster.errors import ConfigError
 MAX_SEGMENTS = 512  # more are joined into one: a long batch must not fill a folder
 
 Result = dict[str, Any]  # {"id", "custom_id", "response", "error"}
+
+
+class Done(NamedTuple):
+    """A result on disk."""
+
+    custom_id: str
+    is_failed: bool
+    path: Path  # the segment, and where in it
+    offset: int
+    line: bytes  # with its newline
+
+
+class _Head(msgspec.Struct):
+    custom_id: str
+    error: dict[str, Any] | None = None
+
+
+_HEAD = msgspec.json.Decoder(_Head)
 
 
 class Segments:
@@ -46,37 +66,51 @@ class Segments:
     def close(self) -> None:
         os.close(self._lock)
 
-    def done(self) -> Iterator[Result]:
+    def done(self) -> Iterator[Done]:
         """Every result, once."""
         seen: set[str] = set()
         for path in self._paths():
-            for line in path.read_bytes().splitlines():
-                result = msgspec.json.decode(line)
-                if result["custom_id"] not in seen:  # twice only if a join was interrupted
-                    seen.add(result["custom_id"])
-                    yield result
+            with path.open("rb") as file:
+                offset = 0
+                for line in file:
+                    head = _HEAD.decode(line)
+                    if head.custom_id not in seen:  # twice only if a join was interrupted
+                        seen.add(head.custom_id)
+                        yield Done(head.custom_id, head.error is not None, path, offset, line)
+                    offset += len(line)
 
     def append(self, results: list[Result]) -> None:
         """Make results durable; they count when this returns."""
-        write_durably(self._parts / f"{self._next:08d}.jsonl", map(msgspec.json.encode, results))
-        self._next += 1
+        self._write(msgspec.json.encode(result) + b"\n" for result in results)
         if len(paths := self._paths()) > MAX_SEGMENTS:
-            self.append(list(self.done()))
+            self._write(result.line for result in self.done())
             for path in paths:
                 path.unlink()
 
     def finish(self, order: list[str] | None, bad: Iterable[Result]) -> None:
         """Write output.jsonl and errors.jsonl: in the order of these ids, or as the answers came."""
-        results: Iterable[Result] = self.done()
-        if order is not None:
-            by_id = {result["custom_id"]: result for result in results}
-            results = [by_id[custom_id] for custom_id in order]
-        good: list[bytes] = []
-        failed = [msgspec.json.encode(result) for result in bad]
-        for result in results:
-            (good if result["error"] is None else failed).append(msgspec.json.encode(result))
-        write_durably(self._folder / "errors.jsonl", failed)
+        failed = (result.line for result in self._in_order(order) if result.is_failed)
+        refused = (msgspec.json.encode(result) + b"\n" for result in bad)
+        write_durably(self._folder / "errors.jsonl", itertools.chain(failed, refused))
+        good = (result.line for result in self._in_order(order) if not result.is_failed)
         write_durably(self._folder / "output.jsonl", good)
+
+    def _in_order(self, order: list[str] | None) -> Iterator[Done]:
+        if order is None:
+            yield from self.done()
+            return
+        # a batch may be larger than memory: only places are kept
+        places = {result.custom_id: result._replace(line=b"") for result in self.done()}
+        with contextlib.ExitStack() as stack:
+            files = {path: stack.enter_context(path.open("rb")) for path in self._paths()}
+            for custom_id in order:
+                place = places[custom_id]
+                files[place.path].seek(place.offset)
+                yield place._replace(line=files[place.path].readline())
+
+    def _write(self, lines: Iterable[bytes]) -> None:
+        write_durably(self._parts / f"{self._next:08d}.jsonl", lines)
+        self._next += 1
 
     def _paths(self) -> list[Path]:
         return sorted(self._parts.glob("*.jsonl"))
@@ -99,7 +133,7 @@ def write_durably(path: Path, lines: Iterable[bytes]) -> None:
     fresh = path.with_name(path.name + ".tmp")
     with fresh.open("wb") as file:
         for line in lines:
-            file.write(line + b"\n")
+            file.write(line)
         file.flush()
         os.fsync(file.fileno())
     os.replace(fresh, path)

@@ -1,8 +1,8 @@
 """The `paceline` command.
 
 Exit codes: 0, done; 1, something failed that the caller cannot mend, or `doctor` found a reason not to serve;
-2, the caller's mistake, named in one line on stderr with its remedy; 3, a batch is complete, but lines failed;
-130 or 143, interrupted.
+2, the caller's mistake, named in one line on stderr with its remedy; 3, a batch is complete, but some of its
+lines failed; 130 or 143, interrupted.
 
 Modules that bring torch or Ray are imported inside the commands, so that `--help` answers at once.
 """
@@ -141,7 +141,8 @@ def batch(
         str | None, typer.Option(help="Ask this server; none given: an engine of the batch's own.")
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Lines under way at once, per replica; none given: what it takes.")
+        int | None,
+        typer.Option(min=1, help="Lines under way at once, per engine; none given: what it takes."),
     ] = None,
     replicas: Annotated[
         int | None, typer.Option(min=1, help="Engines on Ray, at most; none given: one, in this process.")
@@ -156,13 +157,15 @@ def batch(
 ) -> None:
     """Answer a file of requests; run it again after a crash and it goes on where it was."""
     from .batch.command import BatchOptions, run_command
-    from .serve import set_environment
 
     if min_replicas is not None and (replicas is None or min_replicas > replicas):
         raise ConfigError("--min-replicas must be at most --replicas; give both")
     if url is not None and replicas is not None:
         raise ConfigError("--url and --replicas exclude each other; leave one out")
-    set_environment()  # Ray reads it when it is imported
+    if url is None:
+        from .serve import set_environment
+
+        set_environment()  # Ray reads it when it is imported
     options = BatchOptions(
         source=source,
         output=output,

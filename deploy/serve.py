@@ -213,8 +213,8 @@ def _set_ingress_environment(scratch: Path, server: ServerConfig) -> None:
 def _require_no_grpc(server: ServerConfig, reason: str) -> None:
     if server.grpc_port is not None:
         raise ConfigError(
-            f"gRPC needs HAProxy, since Serve's own proxy does not pass on that a client cancelled: {reason}, "
-            "or leave out --grpc-port"
+            "gRPC needs HAProxy, since Serve's own proxy does not tell us that a client cancelled: "
+            f"{reason}, or leave out --grpc-port"
         )
 
 

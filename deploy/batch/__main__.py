@@ -1,4 +1,4 @@
-"""`python -m paceline.deploy.batch IN.jsonl OUT.jsonl ...`, for `ray job submit`: the same as `paceline batch`."""
+"""`python -m paceline.deploy.batch IN.jsonl OUT.jsonl ...` is `paceline batch ...`, for `ray job submit`."""
 
 import sys
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import msgspec
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from ...cluster.errors import ConfigError
 from .job import Answer, AnswererLost, Line, Response
@@ -19,7 +19,7 @@ API_KEY_VARIABLE = "PACELINE_API_KEY"
 _TIMEOUT = httpx.Timeout(10.0, read=None, pool=None)  # a long answer takes as long as it takes
 
 
-def local_answer(app: FastAPI) -> Answer:
+def local_answer(app: ASGIApp) -> Answer:
     """Answers from an application in this process; it needs no closing."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return _answer_of(httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=_TIMEOUT))
@@ -50,7 +50,9 @@ def _answer_of(client: httpx.AsyncClient) -> Answer:
                 headers={"content-type": "application/json"},
             )
         except httpx.TransportError as error:
-            raise AnswererLost(f"{client.base_url} does not answer ({error or type(error).__name__})") from None
+            raise AnswererLost(
+                f"{client.base_url} does not answer ({error or type(error).__name__})"
+            ) from None
         try:
             body = msgspec.json.decode(reply.content)
         except msgspec.DecodeError:

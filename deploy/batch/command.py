@@ -1,9 +1,9 @@
 """`paceline batch`: one file of requests in, one of answers out, whatever happens in between.
 
-    OUT.jsonl          the answers
-    OUT.errors.jsonl   what was refused, and lines that are no requests
-    OUT.summary.json   the counts, and which input it was
-    OUT.parts/         while it runs: what a next run of the same command goes on from
+OUT.jsonl          the answers
+OUT.errors.jsonl   what was refused, and lines that are no requests
+OUT.summary.json   the counts, and which input it was
+OUT.parts/         while it runs: what a next run of the same command goes on from
 """
 
 import asyncio
@@ -165,8 +165,12 @@ def _publish(options: BatchOptions, totals: Totals) -> None:
 
 
 def _summary(output: Path, totals: Totals) -> str:
-    failed = f", {totals.num_failed} failed: {output.with_suffix('.errors.jsonl')}" if totals.num_failed else ""
-    speed = f"{totals.completion_tokens} tokens in {totals.seconds:.1f} s, {tokens_per_s(totals):.0f} tokens/s"
+    failed = (
+        f", {totals.num_failed} failed: {output.with_suffix('.errors.jsonl')}" if totals.num_failed else ""
+    )
+    speed = (
+        f"{totals.completion_tokens} tokens in {totals.seconds:.1f} s, {tokens_per_s(totals):.0f} tokens/s"
+    )
     return f"{totals.num_completed} answers in {output}{failed}; {speed}"
 
 

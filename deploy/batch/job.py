@@ -1,6 +1,6 @@
 """A batch from its file to its results: many requests at once, each answered and kept exactly once.
 
-    lines that have no result yet -> workers -> answer(line) -> results -> a segment every FLUSH_S or FLUSH_LINES
+    lines that have no result yet -> workers -> answer(line) -> results -> a segment every FLUSH_S
 
 Whoever answers (an engine here, a server, replicas on Ray) is a function; nothing here knows which.
 """
@@ -69,7 +69,7 @@ async def run_batch(
     grace_s: float = 2.0,
     is_ordered: bool = False,
 ) -> Totals:
-    """Answer what `out_dir` has no result of yet; when all have one, write output.jsonl and errors.jsonl there.
+    """Answer what `out_dir` has no result of yet; when all have one, output.jsonl and errors.jsonl are there.
 
     `answer` takes a line and gives `{"status_code", "request_id", "body"}`; statuses that may pass are tried
     again. It raises AnswererLost when no line can be answered now, which ends the run after a few attempts
@@ -139,7 +139,6 @@ class _Run:
             self._is_over = True
             self._shall_save.set()
             await saver
-            self._progress(self.totals)
 
     async def _stop(self, workers: "list[asyncio.Task[None]]") -> None:
         await self._stopping.wait()

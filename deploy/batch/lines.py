@@ -1,6 +1,6 @@
 """The lines of a batch in OpenAI's format: which can be asked, and what is wrong with the others.
 
-    {"custom_id": "a-1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+{"custom_id": "a-1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 """
 
 import hashlib

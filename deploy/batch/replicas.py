@@ -176,7 +176,9 @@ class ReplicaPool:
             member.actor = ray.remote(Replica).options(**options).remote(self._config)
             await member.actor.start.remote()
         except TimeoutError:
-            await self._fail(ConfigError("the cluster has no room for a replica; add nodes or stop what runs"))
+            await self._fail(
+                ConfigError("the cluster has no room for a replica; add nodes or stop what runs")
+            )
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             if isinstance(cause, PacelineError) and not self.num_up:

@@ -1,8 +1,9 @@
-"""The gRPC door over real sockets, with scripted tokens: messages, refusals, cancellation, deadlines, guards."""
+"""The gRPC door over real sockets, with scripted tokens: messages, refusals, cancellation, guards."""
 
 import asyncio
+import itertools
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.cluster.errors import EngineError, RequestError
 from paceline.deploy.api.guard import NUM_AHEAD, ReadAhead
-from paceline.deploy.grpc import generate, paceline_pb2 as pb
+from paceline.deploy.grpc import generate
+from paceline.deploy.grpc import paceline_pb2 as pb
 from paceline.deploy.grpc.paceline_pb2_grpc import PacelineStub, add_PacelineServicer_to_server
 from paceline.deploy.grpc.service import SERVICE, GrpcMethods
 
@@ -23,6 +25,11 @@ SAYS = "the fox says 🦊 and goes on"
 class OneKey:
     def check(self, header: str | None) -> object | None:
         return "someone" if header == "Bearer secret" else None
+
+
+async def _drained(call: Any) -> None:
+    async for _ in call:
+        pass
 
 
 class Door:
@@ -41,11 +48,7 @@ class Door:
 
     async def refused(self, call: Any) -> tuple[grpc.StatusCode, dict[str, str], str]:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            if hasattr(call, "__aiter__"):
-                async for _ in call:
-                    pass
-            else:
-                await call
+            await (_drained(call) if hasattr(call, "__aiter__") else call)
         error = refusal.value
         return error.code(), dict(error.trailing_metadata() or ()), error.details() or ""
 
@@ -236,32 +239,30 @@ async def test_a_stream_that_nobody_reads_is_ended() -> None:
     """The guard alone: over a socket the buffers on the way hide a stopped reader for a while."""
     is_closed = asyncio.Event()
 
-    async def endless() -> AsyncIterator[int]:
-        number = 0
+    async def endless() -> AsyncGenerator[int, None]:
         try:
-            while True:
-                yield (number := number + 1)
+            for number in itertools.count(1):
+                yield number
         finally:
             is_closed.set()
 
-    ahead = ReadAhead(endless(), 0.05)  # pyright: ignore[reportArgumentType]
+    ahead = ReadAhead(endless(), 0.05)
     assert await anext(ahead) == 1
     async with asyncio.timeout(5):
         await is_closed.wait()
-    left = []
-    with pytest.raises(RequestError, match="was read for 0.05 s"):
-        async for number in ahead:
-            left.append(number)
+    left = [await anext(ahead) for _ in range(NUM_AHEAD)]
     assert left == list(range(2, NUM_AHEAD + 2))
+    with pytest.raises(RequestError, match=r"was read for 0\.05 s"):
+        await anext(ahead)
     await ahead.aclose()
 
 
 async def test_a_slow_reader_who_reads_is_served() -> None:
-    async def many() -> AsyncIterator[int]:
+    async def many() -> AsyncGenerator[int, None]:
         for number in range(3 * NUM_AHEAD):
             yield number
 
-    ahead = ReadAhead(many(), 0.2)  # pyright: ignore[reportArgumentType]
+    ahead = ReadAhead(many(), 0.2)
     await asyncio.sleep(0.05)
     got = []
     async for number in ahead:
@@ -283,17 +284,19 @@ async def test_health_and_its_watch(door: Door) -> None:
     watch.cancel()
 
 
-async def test_keys_are_those_of_http(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda stub: stub.Generate(text()),
+        lambda stub: stub.GenerateStream(text()),
+        lambda stub: stub.Tokenize(pb.TokenizeRequest(model=MODEL, prompt="x")),
+        lambda stub: stub.Abort(pb.AbortRequest(request_id="x")),
+    ],
+)
+async def test_keys_are_those_of_http(tmp_path: Path, call: Callable[[Any], Any]) -> None:
     async for door in opened(tmp_path, OneKey(), 1.0):
-        calls = (
-            lambda: door.stub.Generate(text()),
-            lambda: door.stub.GenerateStream(text()),
-            lambda: door.stub.Tokenize(pb.TokenizeRequest(model=MODEL, prompt="x")),
-            lambda: door.stub.Abort(pb.AbortRequest(request_id="x")),
-        )
-        for call in calls:
-            status, trailers, _ = await door.refused(call())
-            assert (status, trailers["paceline-code"]) == (grpc.StatusCode.UNAUTHENTICATED, "invalid_api_key")
+        status, trailers, _ = await door.refused(call(door.stub))
+        assert (status, trailers["paceline-code"]) == (grpc.StatusCode.UNAUTHENTICATED, "invalid_api_key")
         assert (await door.health.Check(health_pb2.HealthCheckRequest())).status == 1
         answer = await door.stub.Generate(text(), metadata=[("authorization", "Bearer secret")])
         assert answer.choices[0].text == SAYS

@@ -20,6 +20,8 @@ import pytest
 from front import MODEL, ScriptedEngine, byte_level, listening, loaded, scripted_front
 from tiny import make_checkpoint
 
+from paceline.deploy.batch.ray_data import Generate
+
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -195,3 +197,24 @@ def test_a_job_on_a_cluster(tmp_path: Path, model: Path, cluster: tuple[str, dic
     assert done.returncode == 0, done.stdout + done.stderr
     assert "400 of 400 lines (100%)" in done.stdout
     assert list(answers(output)) == [f"id-{i}" for i in range(400)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray Data's own, about its progress bars and resources
+def test_a_stage_of_ray_data(ray_local: None, model: Path) -> None:
+    import ray.data
+
+    del ray_local
+    rows = [{"id": i, "prompt": f"the fox {i}"} for i in range(40)] + [{"id": 40, "prompt": "x" * 5000}]
+    options = {
+        "model": str(model), "dtype": "float32", "num_threads": 1, "kv_cache_gib": 0.05,
+        "sampling": {"max_tokens": 4, "seed": 1},
+    }  # fmt: skip
+    answered = ray.data.from_items(rows).map_batches(
+        Generate, fn_constructor_kwargs=options, batch_size=16, num_cpus=0.1, concurrency=1
+    )
+    by_id = {row["id"]: row for row in answered.take_all()}
+    assert set(by_id) == set(range(41))
+    assert all(not row["error"] and row["completion_tokens"] for key, row in by_id.items() if key < 40)
+    assert "tokens" in by_id[40]["error"]
+    assert by_id[3]["completion_tokens"] <= 4

@@ -97,12 +97,16 @@ class ReplicaPool:
         member = await self._take()
         try:
             response = await member.actor.answer.remote(line)
-        except RayError as error:
-            self._lose(member, error)
-            raise AnswererLost(f"a replica was lost: {_first_line(error)}") from None
-        else:
+            if (
+                response["status_code"] == 503
+            ):  # its engine has given up; it would take every line and fail it
+                await self._lose(member, EngineError("its engine serves no more"))
+                raise AnswererLost("a replica was lost")
             self._num_losses = 0
             return response
+        except RayError as error:
+            await self._lose(member, error)
+            raise AnswererLost(f"a replica was lost: {_first_line(error)}") from None
         finally:
             member.num_running -= 1
             member.idle_since = time.monotonic()
@@ -175,23 +179,28 @@ class ReplicaPool:
             options = {"num_cpus": REPLICA_CPUS, "scheduling_strategy": strategy, "max_concurrency": 1000}
             member.actor = ray.remote(Replica).options(**options).remote(self._config)
             await member.actor.start.remote()
+        except RayError as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            if self.num_up:
+                # what serves goes on; what could not be had once is not asked for again
+                self._num_max = max(1, self.num_up)
+                self._num_min = min(self._num_min, self._num_max)
+                await self._lose(member, error)
+            elif isinstance(cause, PacelineError):
+                await self._fail(cause)
+            else:
+                await self._lose(member, error)
         except TimeoutError:
             await self._fail(
                 ConfigError("the cluster has no room for a replica; add nodes or stop what runs")
             )
-        except RayError as error:
-            cause = error.cause if isinstance(error, RayTaskError) else error
-            if isinstance(cause, PacelineError) and not self.num_up:
-                await self._fail(cause)
-            else:
-                self._lose(member, error)
         else:
             member.is_up, member.idle_since = True, time.monotonic()
-        async with self._news:
-            self._news.notify_all()
+            async with self._news:
+                self._news.notify_all()
 
-    def _lose(self, member: _Member, error: Exception) -> None:
-        """Forget a replica that died; `_tend` starts another."""
+    async def _lose(self, member: _Member, error: Exception) -> None:
+        """Forget a replica that died, with all that is left of it; `_tend` starts another."""
         if member not in self._members:
             return
         self._members.remove(member)
@@ -200,7 +209,10 @@ class ReplicaPool:
         self._num_losses += 1
         log.warning("a replica was lost: %s", _first_line(error))
         if self._num_losses >= MAX_LOSSES and not self.num_up:
-            self._failure = EngineError(f"{self._num_losses} replicas were lost, last: {_first_line(error)}")
+            last = _first_line(error)
+            await self._fail(
+                EngineError(f"{self._num_losses} replicas were lost, last: {last}; run it again")
+            )
 
     async def _fail(self, error: PacelineError) -> None:
         self._failure = self._failure or error

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.cluster.errors import EngineError, RequestError
 from paceline.deploy.api.guard import NUM_AHEAD, ReadAhead
+from paceline.deploy.api.streaming import ClientGone, EventStream
 from paceline.deploy.grpc import generate
 from paceline.deploy.grpc import paceline_pb2 as pb
 from paceline.deploy.grpc.paceline_pb2_grpc import PacelineStub, add_PacelineServicer_to_server
@@ -255,6 +256,32 @@ async def test_a_stream_that_nobody_reads_is_ended() -> None:
     with pytest.raises(RequestError, match=r"was read for 0\.05 s"):
         await anext(ahead)
     await ahead.aclose()
+
+
+async def test_events_that_nobody_takes_end_the_stream() -> None:
+    """Over HTTP it is the socket that does not take them."""
+    is_closed = asyncio.Event()
+    taken: list[bytes] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            while True:
+                yield b"data: x\n\n"
+        finally:
+            is_closed.set()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if len(taken) == 3:
+            await asyncio.Event().wait()
+        taken.append(message.get("body", b""))
+
+    async def receive() -> MutableMapping[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    with pytest.raises(ClientGone, match="nothing was read"):
+        await EventStream(events(), 0.05)({}, receive, send)
+    assert is_closed.is_set()
 
 
 async def test_a_slow_reader_who_reads_is_served() -> None:

@@ -330,6 +330,23 @@ def test_grpc_says_what_http_says(client: openai.OpenAI, channel: grpc.Channel) 
     assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
 
 
+def test_the_grpc_client_of_the_manual(
+    channel: grpc.Channel,
+    ports: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    del channel  # there is a server
+    manual = (Path(__file__).parents[2] / "docs" / "grpc.md").read_text()
+    monkeypatch.setenv("PACELINE_GRPC", f"127.0.0.1:{ports[1]}")
+    names: dict[str, Any] = {}
+    exec(manual.partition("```python\n")[2].partition("```")[0], names)
+    names["channel"].close()
+    answer, refusal = capsys.readouterr().out.strip().rsplit("\n", 1)
+    assert "Paris" in answer
+    assert refusal == "NOT_FOUND model_not_found"
+
+
 def test_a_grpc_client_that_leaves_is_cancelled(channel: grpc.Channel, url: str) -> None:
     stub = PacelineStub(channel)
     asked = pb.GenerateRequest(model=MODEL, prompt="x", max_tokens=2000, ignore_eos=True, request_id="a")

@@ -47,6 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 16  # tokens per page of K/V
     kv_cache_gib: float | None = None  # over all ranks; None: 1 GiB on CPU, measured free memory on GPU
     gpu_memory_utilization: float = 0.9
+    gpus_per_node: int | None = None  # None: the most that a node has now; say it where nodes come and go
     aging_s: float = 30.0  # waiting this long is worth one step of priority
     prefix_cache: bool = True  # K/V pages of known prefixes are kept and shared
     drafter: str = "default"  # "default" (the model's own, else n-gram), "none", "ngram", a directory, an id
@@ -135,13 +136,13 @@ def _merge_file(values: dict[str, dict[str, Any]], file: Path) -> None:
         raise ConfigError(f"configuration file {file} is not TOML: {error}") from None
     for section, table in document.items():
         if section not in SECTIONS:
-            raise ConfigError(f"{file}: unknown section [{section}]{_nearest(section, SECTIONS)}")
+            raise ConfigError(f"{file}: unknown section [{section}]{nearest(section, SECTIONS)}")
         if not isinstance(table, dict):
             raise ConfigError(f"{file}: [{section}] must be a table of options")
         known = [field.name for field in msgspec.structs.fields(SECTIONS[section])]
         for name, value in cast(dict[str, Any], table).items():
             if name not in known:
-                raise ConfigError(f"{file}: unknown option {name!r} in [{section}]{_nearest(name, known)}")
+                raise ConfigError(f"{file}: unknown option {name!r} in [{section}]{nearest(name, known)}")
             values[section][name] = value
 
 
@@ -160,11 +161,12 @@ def _merge_environ(values: dict[str, dict[str, Any]], environ: Mapping[str, str]
 
 def _section_of(name: str, what: str) -> str:
     if name not in _SECTION_OF:
-        raise ConfigError(f"{what} {name!r} is unknown{_nearest(name, _SECTION_OF)}")
+        raise ConfigError(f"{what} {name!r} is unknown{nearest(name, _SECTION_OF)}")
     return _SECTION_OF[name]
 
 
-def _nearest(name: str, known: Mapping[str, Any] | list[str]) -> str:
+def nearest(name: str, known: Mapping[str, Any] | list[str]) -> str:
+    """The end of a message that refuses `name`: the known name it resembles, else all of them."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else f"; known are {', '.join(sorted(known))}"
 
@@ -176,6 +178,7 @@ def _validate(config: Config) -> None:
         ("max_num_seqs", engine.max_num_seqs),
         ("max_queued_requests", engine.max_queued_requests),
         ("num_threads", engine.num_threads),
+        ("gpus_per_node", engine.gpus_per_node),
         ("max_model_len", model.max_model_len),
         ("max_body_bytes", server.max_body_bytes),
         ("max_stream_backlog", server.max_stream_backlog),

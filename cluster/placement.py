@@ -81,12 +81,14 @@ def bundles(num_ranks: int, device: RankDevice) -> list[Bundle]:
     return [{"CPU": REPLICA_CPUS + SCHEDULER_CPUS}, *(dict(rank) for _ in range(num_ranks))]
 
 
-def strategy_for(num_ranks: int, device: RankDevice) -> Strategy:
+def strategy_for(engine: EngineConfig, device: RankDevice) -> Strategy:
     """CPU ranks share memory, so they never span nodes; GPU ranks do when no node has enough GPUs."""
     if device == "cpu":
         return "STRICT_PACK"
+    if engine.gpus_per_node is not None:
+        return placement_strategy(engine.tensor_parallel_size, engine.gpus_per_node)
     per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
-    return placement_strategy(num_ranks, max(per_node, default=0))
+    return placement_strategy(engine.tensor_parallel_size, max(per_node, default=0))
 
 
 def reserve(engine: EngineConfig, timeout_s: float) -> Reservation:
@@ -101,7 +103,7 @@ def reserve(engine: EngineConfig, timeout_s: float) -> Reservation:
         return _reservation(current, False, device)
     needed = sum((Counter(bundle) for bundle in wanted), Counter[str]())
     _require(engine, needed, ray.cluster_resources(), "has")
-    group = placement_group(wanted, strategy=strategy_for(engine.tensor_parallel_size, device))
+    group = placement_group(wanted, strategy=strategy_for(engine, device))
     if not group.wait(timeout_s):
         remove_placement_group(group)
         _require(engine, needed, ray.available_resources(), "has free")

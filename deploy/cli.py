@@ -202,6 +202,17 @@ def doctor(config: Config) -> None:
     raise typer.Exit(0 if run_doctor(config) else 1)
 
 
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file of `serve deploy`.")],
+) -> None:
+    """Check a Ray Serve configuration FILE, down to its last key, before it is deployed."""
+    from .serve_config import read_serve_config
+
+    for config in read_serve_config(file):
+        print(f"{file}: fine; {config.model.model} on {config.engine.tensor_parallel_size} rank(s)")
+
+
 @drafter_app.command()
 def swap(
     name: Annotated[

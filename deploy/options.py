@@ -32,6 +32,7 @@ HELP = {
     "page_size": "tokens per page of K/V",
     "kv_cache_gib": "memory for K/V, over all ranks",
     "gpu_memory_utilization": "share of each GPU that may be filled",
+    "gpus_per_node": "GPUs of a node; none given: the most that a node of the cluster has",
     "aging_s": "waiting this long is worth one step of priority",
     "prefix_cache": "keep K/V of prefixes and share them between requests",
     "drafter": "what proposes tokens: default (the model's own, else ngram), none, ngram (prompt lookup), "

@@ -71,7 +71,7 @@ def application(config: Config) -> Application:
         name=DEPLOYMENT_NAME,
         ray_actor_options={"num_cpus": REPLICA_CPUS},
         placement_group_bundles=bundles(engine.tensor_parallel_size, device),
-        placement_group_strategy=strategy_for(engine.tensor_parallel_size, device),
+        placement_group_strategy=strategy_for(engine, device),
         max_ongoing_requests=engine.max_num_seqs + engine.max_queued_requests + SPARE_REQUESTS,
         max_constructor_retry_count=1,
         health_check_period_s=HEALTH_PERIOD_S,

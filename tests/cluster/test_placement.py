@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
@@ -11,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from paceline.cluster import placement
 from paceline.cluster.config import EngineConfig
 from paceline.cluster.errors import ConfigError
-from paceline.cluster.placement import bundles, rank_device, reserve
+from paceline.cluster.placement import bundles, rank_device, reserve, strategy_for
 
 
 def test_two_cpu_ranks_fit_two_logical_cpus() -> None:
@@ -24,6 +25,13 @@ def test_worker_and_drafter_share_one_gpu_per_rank() -> None:
     assert "GPU" not in head
     assert [bundle["GPU"] for bundle in ranks] == [1.0] * 4
     assert len({id(bundle) for bundle in ranks}) == 4
+
+
+def test_the_size_of_a_node_can_be_told_before_there_is_one() -> None:
+    whole = EngineConfig(tensor_parallel_size=8, gpus_per_node=8)
+
+    assert strategy_for(whole, "cuda") == "STRICT_PACK"
+    assert strategy_for(msgspec.structs.replace(whole, tensor_parallel_size=16), "cuda") == "PACK"
 
 
 @pytest.mark.usefixtures("ray_local")

@@ -1,0 +1,248 @@
+"""What the chart renders is what Kubernetes, KubeRay, Ray Serve and Paceline take, for every values file and toggle."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from chart import (
+    API_KEY,
+    CASES,
+    CHART,
+    GOLDEN,
+    HF_TOKEN,
+    TOGGLES,
+    UPDATE_GOLDEN,
+    VALUES_FILES,
+    containers,
+    of_kind,
+    pod_templates,
+    render,
+    serve_config,
+    texts,
+    values_of,
+)
+from helm_python.chart import lint
+from kuberay import faults
+
+from paceline.cluster.errors import ConfigError
+from paceline.deploy.serve_config import check_serve_config
+
+KUBERNETES = ("1.28", "1.34")  # the oldest that Chart.yaml takes, and a recent one
+BUILT_IN = {
+    "ConfigMap",
+    "Ingress",
+    "NetworkPolicy",
+    "PersistentVolumeClaim",
+    "Pod",
+    "PodDisruptionBudget",
+    "Secret",
+    "ServiceAccount",
+}
+CUSTOM = {"RayService", "RayJob", "HTTPRoute", "PodMonitor", "ServiceMonitor", "PrometheusRule"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_helm_lints_it(case: str) -> None:
+    found = lint(CHART, values_of(case), strict=True)
+
+    assert [message for message in found["messages"] if message["severity"] > 1] == []
+    assert found["errors"] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kubernetes_takes_it(case: str) -> None:
+    objects = render(values_of(case))
+    pods = [{"apiVersion": "v1", "kind": "Pod", **pod} for pod in pod_templates(objects)]
+    for pod in pods:
+        pod["metadata"] = {"name": "pod", **pod["metadata"]}
+
+    assert {found["kind"] for found in objects} <= BUILT_IN | CUSTOM
+    assert pods
+    for found in [*pods, *(found for found in objects if found["kind"] in BUILT_IN)]:
+        for version in KUBERNETES:
+            kubernetes_validate.validate(found, version, strict=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kuberay_takes_it(case: str) -> None:
+    objects = render(values_of(case))
+    (service,) = of_kind(objects, "RayService")
+
+    assert faults(service) == []
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?", service["metadata"]["name"])
+    for job in of_kind(objects, "RayJob"):
+        assert faults(job) == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_serve_and_paceline_take_its_configuration(case: str) -> None:
+    (config,) = check_serve_config(serve_config(render(values_of(case))))
+
+    assert config.server.drain_s > 0
+
+
+def test_planted_faults_are_seen() -> None:
+    objects = render({})
+    (service,), document = of_kind(objects, "RayService"), serve_config(objects)
+    worker = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+    worker["maxReplica"] = worker.pop("maxReplicas")
+    service["spec"]["serveConfigv2"] = service["spec"].pop("serveConfigV2")
+    container = worker["template"]["spec"]["containers"][0]
+    container["ports"][0]["containerPort"] = "8080"
+    document["applications"][0]["args"]["max_num_seq"] = 8
+
+    text = "\n".join(faults(service))
+    assert "'serveConfigv2' was unexpected" in text
+    assert "workerGroupSpecs[0]: Additional properties are not allowed ('maxReplica'" in text
+    assert "containerPort: '8080' is not of type 'integer'" in text
+    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
+        check_serve_config(document)
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": worker["template"]["spec"]}
+    with pytest.raises((kubernetes_validate.ValidationError, jsonschema.ValidationError)):
+        kubernetes_validate.validate(pod, KUBERNETES[0], strict=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_container_is_confined(case: str) -> None:
+    for pod in pod_templates(render(values_of(case))):
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+        assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["spec"]["serviceAccountName"]
+        for container in containers(pod):
+            if container["name"] in ("warm", "logs"):  # the user's own
+                continue
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["resources"]["limits"]["memory"]
+            assert "/tmp" in {mount["mountPath"] for mount in container.get("volumeMounts", [])} or (
+                container["name"] == "chat"
+            )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_pod_gets_variables_that_paceline_would_take_for_options(case: str) -> None:
+    for pod in pod_templates(render(values_of(case))):
+        assert pod["spec"]["enableServiceLinks"] is False
+        names = {variable["name"] for container in containers(pod) for variable in container.get("env", [])}
+
+        assert {name for name in names if name.startswith("PACELINE_")} <= {"PACELINE_CACHE"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_token_of_the_service_account_is_where_the_autoscaler_needs_it(case: str) -> None:
+    objects = render(values_of(case))
+    is_needed = bool(values_of(case).get("nodeAutoscaling", {}).get("enabled"))
+    mounted = [pod for pod in pod_templates(objects) if pod["spec"]["automountServiceAccountToken"]]
+
+    assert {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in mounted} == (
+        {"head"} if is_needed else set()
+    )
+
+
+def test_secrets_are_in_secrets_and_nowhere_in_plain_text() -> None:
+    values = TOGGLES["created secrets"]
+    objects = render(values)
+    secrets = of_kind(objects, "Secret")
+
+    assert len(secrets) == 2
+    assert all("stringData" not in secret for secret in secrets)
+    rendered = "\n".join(texts(values).values())
+    assert API_KEY not in rendered
+    assert HF_TOKEN not in rendered
+    others = json.dumps([found for found in objects if found["kind"] != "Secret"])
+    assert not any(text in others for secret in secrets for text in secret["data"].values())
+
+
+def test_existing_secrets_are_named_and_none_is_made() -> None:
+    objects = render(TOGGLES["existing secrets"])
+
+    assert of_kind(objects, "Secret") == []
+    (service,) = of_kind(objects, "RayService")
+    assert service["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token", "secretName": "ray"}
+    for pod in pod_templates([service]):
+        (token,) = [v for v in pod["spec"]["containers"][0]["env"] if v["name"] == "HF_TOKEN"]
+        assert token["valueFrom"]["secretKeyRef"] == {"name": "hf", "key": "token"}
+
+
+@pytest.mark.parametrize("name", VALUES_FILES)
+def test_the_values_files_render_as_before(name: str) -> None:
+    """A change is looked at as a difference of the file; UPDATE_GOLDEN=1 writes it."""
+    rendered = yaml.safe_dump_all(render(values_of(f"{name}.yaml")), sort_keys=True, width=110)
+    golden = GOLDEN / f"{name}.yaml"
+    if UPDATE_GOLDEN:
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(rendered)
+
+    assert rendered == golden.read_text()
+
+
+def env_of(pod: dict[str, Any]) -> dict[str, str]:
+    return {v["name"]: v.get("value", "") for v in pod["spec"]["containers"][0]["env"]}
+
+
+@pytest.mark.parametrize("drain_s", [1, 120, 3600])
+def test_each_grace_is_longer_than_what_it_waits_for(drain_s: int) -> None:
+    objects = render({"server": {"drainSeconds": drain_s}})
+    (service,) = of_kind(objects, "RayService")
+    (config,) = check_serve_config(serve_config(objects))
+    for pod in pod_templates([service]):
+        node_drain_s = float(env_of(pod)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+
+        assert config.server.drain_s + 40 <= node_drain_s < pod["spec"]["terminationGracePeriodSeconds"]
+    assert config.server.drain_s < service["spec"]["rayClusterDeletionDelaySeconds"]
+
+
+def test_an_upgrade_of_the_chart_alone_keeps_the_cluster() -> None:
+    """KubeRay starts a second cluster for any change of the pods, so they name no version of the chart."""
+    (service,) = of_kind(render({}), "RayService")
+
+    assert "helm.sh/chart" in service["metadata"]["labels"]
+    assert "helm.sh/chart" not in json.dumps(service["spec"]["rayClusterConfig"])
+
+
+def test_a_worker_group_may_name_a_shared_value_again() -> None:
+    (service,) = of_kind(render(TOGGLES["two groups"]), "RayService")
+    h100, spare = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+
+    assert h100["template"]["spec"]["nodeSelector"] == {"pool": "gpu"}
+    assert h100["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert "nodeSelector" not in spare["template"]["spec"]
+    assert "nvidia.com/gpu" not in spare["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert spare["template"]["spec"]["tolerations"] == [{"key": "spot"}]
+
+
+def test_the_network_is_closed_but_for_what_is_needed() -> None:
+    (policy,) = of_kind(render(TOGGLES["closed network"]), "NetworkPolicy")
+    inside, clients, metrics, operator = policy["spec"]["ingress"]
+
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert "ports" not in inside
+    assert inside["from"] == [{"podSelector": policy["spec"]["podSelector"]}]
+    assert clients["ports"] == [{"port": 8000}]
+    assert {rule["port"] for rule in metrics["ports"]} == {8000, 8080, 30000}
+    assert {rule["port"] for rule in operator["ports"]} == {8000, 8265}
+    assert {"port": 443} not in [p for rule in policy["spec"]["egress"] for p in rule.get("ports", [])]
+
+
+def test_a_scrape_of_a_pod_names_ports_that_the_pod_has() -> None:
+    objects = render(TOGGLES["monitoring"])
+    (monitor,) = of_kind(objects, "PodMonitor")
+    wanted = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
+    _, worker, *_ = pod_templates(of_kind(objects, "RayService"))
+
+    assert wanted == {"metrics", "replica-0", "replica-1"}
+    assert wanted <= {port["name"] for port in worker["spec"]["containers"][0]["ports"]}
+
+
+def test_a_batch_is_one_job_each_with_its_words_quoted() -> None:
+    first, second = of_kind(render(TOGGLES["batch"]), "RayJob")
+
+    assert first["metadata"]["name"] == "demo-paceline-batch-nightly"
+    assert second["metadata"]["name"] == "demo-paceline-batch-second"
+    assert first["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 4
+    assert "api-keys" not in first["spec"]["entrypoint"]

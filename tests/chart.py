@@ -1,5 +1,6 @@
 """The chart as tests see it: rendered in memory, for the values files and for a matrix of toggles."""
 
+import json
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -44,6 +45,7 @@ TOGGLES: dict[str, Object] = {
         "nodeAutoscaling": {"enabled": True},
         "workerGroups": [{"name": "gpu", "replicas": 1, "minReplicas": 0, "maxReplicas": 8}],
         "maxReplicasPerNode": 1,
+        "rollout": "2",
     },
     "two groups": {
         "worker": {"nodeSelector": {"pool": "gpu"}, "priorityClassName": "high", "runtimeClassName": "nvidia"},
@@ -156,7 +158,12 @@ def values_of(case: str) -> Object:
 
 def texts(values: Object) -> dict[str, str]:
     """Rendered files by their name under templates/."""
-    rendered = chart().render(values, name="demo", namespace="llm")
+    return _texts(json.dumps(values))
+
+
+@cache
+def _texts(values: str) -> dict[str, str]:
+    rendered = chart().render(json.loads(values), name="demo", namespace="llm")
     return {name.removeprefix("paceline/templates/"): text for name, text in rendered.items()}
 
 

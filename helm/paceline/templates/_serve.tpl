@@ -90,6 +90,11 @@ applications:
     import_path: paceline.deploy.replica:build_app
     args:
       {{- include "paceline.args" . | nindent 6 }}
+    {{- with $v.rollout }}
+    runtime_env:
+      env_vars:
+        ROLLOUT: {{ . | quote }}
+    {{- end }}
     deployments:
       - {{- include "paceline.deployment" . | nindent 8 }}
 {{- end }}

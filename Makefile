@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --quiet --disable-pip-version-check
 ROOMS := cluster scheduler kernels workers drafter deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat test test-slow lint format types stubs bench bench-peers clean
+.PHONY: help setup serve chat test test-slow lint format types stubs chart bench bench-peers clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -57,6 +57,11 @@ types: $(DEV_READY) ## pyright; tests see the package through links under build/
 
 stubs: $(READY) ## generate the Python of deploy/grpc/paceline.proto again
 	@$(BIN)/python -m paceline.deploy.grpc.generate
+
+chart: $(DEV_READY) ## the chart's README table, dashboard and golden renders, made again
+	@cp deploy/dashboards/paceline.json helm/paceline/dashboards/paceline.json
+	@$(BIN)/python helm/readme.py
+	@UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/helm -k as_before
 
 bench: $(READY) ## throughput and latency of this checkout on this machine
 	@$(BIN)/python -m paceline.deploy.bench_peers --only paceline --only paceline-ngram $(ARGS)

@@ -32,6 +32,7 @@ from .replies import (
     error_event,
     error_object,
 )
+from .steps import Steps
 from .streaming import ClientGone, EventStream, merge, stream_choice, unless_gone
 from .validate import Job, ServedModel, prepare_chat, prepare_completion, unknown_model
 
@@ -146,14 +147,19 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream: opening of every choice, its chunks, totals if asked for, [DONE]."""
     account = Account(job)
-    account.add(first)
+    steps = Steps(job)
+
+    def event(piece: Piece) -> bytes:
+        account.add(piece)
+        step = steps.of(piece)
+        return style.chunk(piece) if step is None else style.chunk(piece) + style.closing(step)
+
     try:
         async with aclosing(pieces):
-            yield b"".join(style.opening(choice.index) for choice in job.choices) + style.chunk(first)
+            yield b"".join(style.opening(choice.index) for choice in job.choices) + event(first)
             async for piece in pieces:
-                account.add(piece)
-                if event := style.chunk(piece):
-                    yield event
+                if chunk := event(piece):
+                    yield chunk
     except Exception as error:
         yield error_event(as_request_error(error))
         return

@@ -64,6 +64,7 @@ class Speculation(_Strict):
     enabled: bool | None = None
     max_draft_tokens: int | None = Field(None, ge=0, le=2**31 - 1)  # per step
     report: bool | None = None  # None: as the server is configured
+    steps: bool | None = None  # a stream says of each step what was drafted and what stood
 
 
 class SamplingRequest(_Strict):

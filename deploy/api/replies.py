@@ -28,6 +28,7 @@ class Piece:
     num_cached_tokens: int = 0  # of the prompt; in the first piece only
     num_drafts: int = 0  # tokens drafted for this step
     num_accepted: int = 0  # of these, how many stood
+    texts: list[str] | None = None  # `text` token by token, for a stream that tells its steps
 
 
 @dataclass(slots=True)

@@ -89,7 +89,8 @@ class _ChoiceText:
         self._stop_ids = frozenset(choice.params.stop_token_ids)
         self._min_tokens = choice.params.min_tokens
         self._num_tokens = 0
-        self._has_stops = bool(choice.stops)
+        self._has_steps = choice.has_steps
+        self._by_token = bool(choice.stops) or choice.has_steps
         self._matcher = StopMatcher(choice.stops)
         self._detokenizer = Detokenizer(tokenizer)
 
@@ -98,19 +99,17 @@ class _ChoiceText:
         reason = output.finish_reason
         is_hidden = reason == "stop" and bool(ids) and ids[-1] in self._stop_ids
         shown = ids[:-1] if is_hidden else ids
-        if self._has_stops:
-            text, num_taken = self._take_until_stop(shown)
-        else:
-            text, num_taken = self._detokenizer.push(shown), len(shown)
+        texts = self._take_by_token(shown) if self._by_token else [self._detokenizer.push(shown)]
+        num_taken = len(texts) if self._by_token else len(shown)
         if reason is not None and not self._matcher.is_matched:
-            text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
+            texts.append(self._matcher.push(self._detokenizer.flush()) + self._matcher.flush())
         num_tokens = len(ids)
         if self._matcher.is_matched:
             reason, num_tokens = "stop", num_taken
         tokens = list(zip(shown, output.logprobs, strict=False))[:num_taken] if output.logprobs else []
         return Piece(
             index=self._index,
-            text=text,
+            text="".join(texts),
             num_tokens=num_tokens,
             tokens=tokens,
             finish_reason=reason,
@@ -118,18 +117,19 @@ class _ChoiceText:
             num_cached_tokens=output.num_cached_tokens if output.first_index == 0 else 0,
             num_drafts=output.num_drafts,
             num_accepted=output.num_accepted,
+            texts=texts if self._has_steps else None,
         )
 
-    def _take_until_stop(self, ids: Sequence[int]) -> tuple[str, int]:
-        """The text of these tokens up to a stop string, and how many tokens it took to complete that."""
-        text = ""
-        for num_taken, token_id in enumerate(ids, 1):
+    def _take_by_token(self, ids: Sequence[int]) -> list[str]:
+        """What each of these tokens adds to the text, up to the one that completes a stop string."""
+        texts: list[str] = []
+        for token_id in ids:
             fresh = self._detokenizer.push((token_id,))
             self._num_tokens += 1
-            text += self._matcher.push(fresh) if self._num_tokens > self._min_tokens else fresh
+            texts.append(self._matcher.push(fresh) if self._num_tokens > self._min_tokens else fresh)
             if self._matcher.is_matched:
-                return text, num_taken
-        return text, len(ids)
+                break
+        return texts
 
 
 async def merge(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:

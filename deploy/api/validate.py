@@ -69,6 +69,7 @@ class Choice:
     priority: int
     cache_salt: str
     max_draft_tokens: int | None
+    has_steps: bool = False  # its stream tells the text of every token and which of them were drafted
     echoed: str = ""  # text that goes before the output
 
 
@@ -178,6 +179,7 @@ def _choices(
                     priority=request.priority or 0,
                     cache_salt=request.cache_salt or "",
                     max_draft_tokens=_max_draft_tokens(request),
+                    has_steps=_has_steps(request),
                     echoed=echoed,
                 )
             )
@@ -189,6 +191,19 @@ def _max_draft_tokens(request: SamplingRequest) -> int | None:
     if request.speculation is None:
         return None
     return 0 if request.speculation.enabled is False else request.speculation.max_draft_tokens
+
+
+def _has_steps(request: SamplingRequest) -> bool:
+    """Whether the stream has a chunk for each step, without choices, that tells what drafting gave it."""
+    if request.speculation is None or not request.speculation.steps:
+        return False
+    if not request.stream:
+        raise RequestError(
+            "'speculation.steps' is only allowed with stream: true",
+            code="conflicting_parameters",
+            param="speculation.steps",
+        )
+    return True
 
 
 def _room(prompt_ids: list[int], served: ServedModel, param: str, max_tokens: int | None) -> int:

@@ -72,6 +72,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 4 << 20
     per_request_speculation_metrics: ReportLevel = "none"  # what an answer tells of its drafts
     abandoned_s: float = 30.0  # a stream that its client does not read for so long is ended
+    playground: bool = True  # a page to look at, at /
     max_stream_backlog: int = 4096  # undelivered tokens after which a slow reader's request is ended
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -53,6 +53,7 @@ HELP = {
     "max_body_bytes": "largest request body",
     "per_request_speculation_metrics": "what an answer tells of its drafts unless the request says",
     "abandoned_s": "a stream that its client does not read for so long is ended",
+    "playground": "serve a page to chat on at /",
     "max_stream_backlog": "unread tokens after which a slow reader's request ends",
     "log_level": "least severe log line that is written",
 }

@@ -21,6 +21,7 @@ from ...cluster.errors import EngineError, RequestError
 from ..metrics import CONTENT_TYPE
 from .accounting import Account
 from .front import Front
+from .playground import add_playground
 from .replies import (
     DONE,
     ChatStyle,
@@ -85,6 +86,8 @@ def create_app(front: Front) -> FastAPI:
     async def metrics() -> Response:
         return Response(front.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
+    if front.has_page:
+        add_playground(app)
     return app
 
 

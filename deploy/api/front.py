@@ -27,6 +27,7 @@ class Front:
     metrics: Metrics
     max_body_bytes: int
     abandoned_s: float = 30.0  # a stream that is not read for so long ends
+    has_page: bool = True  # the playground at /
     started: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -49,6 +50,7 @@ def front_of(config: Config, path: Path, engine: Engine, replica: str) -> Front:
         metrics=Metrics(name, replica, lambda: engine.stats),
         max_body_bytes=config.server.max_body_bytes,
         abandoned_s=config.server.abandoned_s,
+        has_page=config.server.playground,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a stream tells of its steps when it is asked to: which tokens were drafted, and what each of them says.
+"""What a stream tells of its steps when it is asked to: which tokens were drafted, and what each says.
 
 The scripted engine gives five tokens a step; from the second step on four of them were drafted, and two more
 drafts did not stand.

@@ -50,6 +50,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     priority: int = 0  # lower runs first
     cache_salt: str = ""  # prefixes are shared only between requests of the same salt
     max_draft_tokens: int | None = None  # per step; None: no limit of its own, 0: this request never drafts
+    is_traced: bool = False  # its outputs say what their steps took
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -81,6 +82,10 @@ class Output(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=
     num_drafts: int = 0  # drafted tokens that this step verified
     num_accepted: int = 0  # how many of them stood and are among token_ids
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache; in a request's first output only
+    queue_s: float = 0.0  # from Submit to its first stay on the ranks; in a request's first output only
+    num_preemptions: int = 0  # in a request's last output only
+    draft_s: float = 0.0  # of a traced request: the draft phase before this step
+    verify_s: float = 0.0  # of a traced request: rank 0's measure of this step
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
@@ -100,6 +105,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ShardState = Literal["absent", "ready", "lost", "quarantined"]
+BudgetMode = Literal["off", "drafting", "resting", "warming", "probing"]
 
 
 class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,12 +143,24 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     plan_s: float = 0.0  # summed over steps: deciding
     wait_s: float = 0.0  # summed over steps: plan sent to last result received
     compute_s: float = 0.0  # summed over steps: rank 0's own measure
+    num_rows: int = 0  # summed over steps
+    steps_by_rows: list[int] = []  # how many steps had 1, 2, 3-4, 5-8, 9-16, ... rows
+    num_rejected: int = 0  # requests refused because the queue was full
+    num_corrupted: int = 0  # requests that ended because a logit was not finite
     num_prefix_queries: int = 0  # tokens that were looked up in the prefix cache
     num_prefix_hits: int = 0  # tokens found there
     num_drafts: int = 0  # blocks verified
     num_draft_tokens: int = 0  # drafted tokens verified
     num_accepted_tokens: int = 0  # of these, how many stood
     accepted_per_pos: list[int] = []  # how many stood at each place behind the anchor
+    blocks_by_len: list[int] = []  # how many blocks were verified with 0, 1, 2, ... drafts (none with 0)
+    num_proposed_tokens: int = 0  # drafted tokens that came from the shards, verified or not
+    num_verify_steps: int = 0  # steps that verified drafts
+    verify_s: float = 0.0  # summed over these steps: rank 0's own measure
+    num_propose_choices: int = 0  # steps after which the shards were asked for drafts,
+    num_commit_choices: int = 0  # only to keep their contexts,
+    num_rest_choices: int = 0  # or left alone
+    budget_mode: BudgetMode = "off"
     num_draft_phases: int = 0
     draft_s: float = 0.0  # summed over draft phases: shard plans sent to last drafts received
     last_num_drafts: int = 0  # the longest draft verified in the last step: the effective k

@@ -85,11 +85,13 @@ class Engine:
         *,
         cache_salt: str = "",
         max_draft_tokens: int | None = None,
+        is_traced: bool = False,
     ) -> AsyncGenerator[Output, None]:
         """The outputs of one request, in order; the last has a finish_reason.
 
-        Closing the iterator, or cancelling its task, cancels the request. Raises RequestError when it is
-        refused or its reader too slow, EngineError when the engine has given up. `request_id` must be new.
+        A traced request's outputs say what their steps took. Closing the iterator, or cancelling its task,
+        cancels the request. Raises RequestError when it is refused or its reader too slow, EngineError when
+        the engine has given up. `request_id` must be new.
         """
         if self._end is not None:
             raise self._end
@@ -101,6 +103,7 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             max_draft_tokens=max_draft_tokens,
+            is_traced=is_traced,
         )
         journal = self._journals[request_id] = Journal(submit, self._max_backlog)
         self._submit(journal)

@@ -1,71 +1,114 @@
 """The numbers behind /metrics: vLLM's names, so that its dashboards work, and our own beside them."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import get_args
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from ..cluster.messages import ShardState, Stats
+from ..cluster.messages import Output, Stats
+from .engine_numbers import LABELS, EngineNumbers
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_LABELS = ("model_name", "engine")
 _TTFT_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_INTER_TOKEN_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
+_PER_TOKEN_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10),
 )
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_COUNTS = (1, 2, 5, 10, 20)
+_REASONS = ("stop", "length", "abort", "error")
 
 disable_created_metrics()  # a time of birth beside every counter, which nobody reads
 
 
 class Metrics:
-    """What one replica counts. Every choice of a request counts as a request, as in vLLM."""
+    """What one replica counts. Every choice of a request counts as a request, as in vLLM.
 
-    def __init__(self, model_name: str, engine: str, stats: Callable[[], Stats]) -> None:
+    The label `engine` is the replica's id, so that series of several replicas stay apart.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        engine: str,
+        stats: Callable[[], Stats],
+        *,
+        num_rebuilds: Callable[[], int] = lambda: 0,
+        cache_config: dict[str, str] | None = None,
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineNumbers((model_name, engine), stats))
+        own = (model_name, engine)
+        self._registry.register(EngineNumbers(own, stats, num_rebuilds, cache_config or {}))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(name, text, _LABELS, registry=self._registry, buckets=buckets)
-            return family.labels(model_name, engine)
+            return Histogram(name, text, LABELS, registry=self._registry, buckets=buckets).labels(*own)
 
         self.first_token_s = histogram("vllm:time_to_first_token_seconds", "Submit to first token.", _TTFT_S)
         self.inter_token_s = histogram(
-            "vllm:inter_token_latency_seconds", "Between tokens, once per step.", _INTER_TOKEN_S
+            "vllm:inter_token_latency_seconds", "Between tokens, once per step.", _PER_TOKEN_S
+        )
+        self.per_token_s = histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time between a request's tokens.",
+            _PER_TOKEN_S,
         )
         self.request_s = histogram("vllm:e2e_request_latency_seconds", "Submit to last token.", _REQUEST_S)
+        self.queue_s = histogram("vllm:request_queue_time_seconds", "Submit to the first step.", _REQUEST_S)
+        self.inference_s = histogram(
+            "vllm:request_inference_time_seconds", "First step to last token.", _REQUEST_S
+        )
+        self.prefill_s = histogram(
+            "vllm:request_prefill_time_seconds", "First step to first token.", _REQUEST_S
+        )
+        self.decode_s = histogram("vllm:request_decode_time_seconds", "First to last token.", _REQUEST_S)
+        self.prompt_len = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self.output_len = histogram("vllm:request_generation_tokens", "Tokens of an output.", _TOKENS)
+        self.max_tokens = histogram("vllm:request_params_max_tokens", "max_tokens of a request.", _TOKENS)
+        self.max_output_len = histogram(
+            "vllm:request_max_num_generation_tokens", "Most tokens that a request may get.", _TOKENS
+        )
+        self.num_choices = histogram("vllm:request_params_n", "n of a request.", _COUNTS)
+        self.num_preemptions = histogram(
+            "vllm:request_num_preemptions", "Times a request lost its pages.", (0, *_COUNTS)
+        )
+        self.num_computed = histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", _TOKENS
+        )
         finished = Counter(
             "vllm:request_success",
             "Requests by how they ended.",
-            (*_LABELS, "finished_reason"),
+            (*LABELS, "finished_reason"),
             registry=self._registry,
         )
-        self.finished = {
-            reason: finished.labels(model_name, engine, reason) for reason in ("stop", "length", "abort")
-        }
+        self.finished = {reason: finished.labels(*own, reason) for reason in _REASONS}
+        self._answers = Counter(
+            "http_requests",
+            "Answers by route and status.",
+            (*LABELS, "method", "handler", "status"),
+            registry=self._registry,
+        )
+        self._answer_s = Histogram(
+            "http_request_duration_seconds",
+            "Head of a request to the end of its answer.",
+            (*LABELS, "method", "handler"),
+            registry=self._registry,
+            buckets=_TTFT_S,
+        )
+        self._own = own
 
-    def start(self) -> "RequestTimer":
-        return RequestTimer(self)
+    def start(self, prompt_len: int = 0, max_tokens: int = 0) -> "RequestTimer":
+        """A request is submitted now."""
+        self.prompt_len.observe(prompt_len)
+        self.max_tokens.observe(max_tokens)
+        self.max_output_len.observe(max_tokens)
+        return RequestTimer(self, prompt_len)
+
+    def answered(self, method: str, route: str, status: int, duration_s: float) -> None:
+        """An HTTP request has been answered; `route` is the pattern of its path."""
+        self._answers.labels(*self._own, method, route, str(status)).inc()
+        self._answer_s.labels(*self._own, method, route).observe(duration_s)
 
     def render(self) -> bytes:
         """The Prometheus text format."""
@@ -75,131 +118,61 @@ class Metrics:
 class RequestTimer:
     """The life of one request in seconds: `add` at each step, `finish` with a reason, `close` always."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, prompt_len: int) -> None:
         self._metrics = metrics
-        self._started = self._last = time.perf_counter()
-        self._has_tokens = False
+        self._prompt_len = prompt_len
+        self._started = self._first = self._last = time.perf_counter()
+        self._queue_s = 0.0
+        self._num_tokens = 0
+        self._num_preemptions = 0
         self._is_closed = False
 
-    def add(self, num_tokens: int) -> None:
+    def add(self, num_tokens: int, output: Output) -> None:
+        """A step gave so many tokens that the client may see."""
+        self._num_preemptions = output.num_preemptions
+        if output.first_index == 0:
+            self._queue_s = output.queue_s
+            self._metrics.num_computed.observe(self._prompt_len - output.num_cached_tokens)
         if not num_tokens:
             return
         now = time.perf_counter()
-        if self._has_tokens:
+        if self._num_tokens:
             self._metrics.inter_token_s.observe((now - self._last) / num_tokens)
         else:
             self._metrics.first_token_s.observe(now - self._started)
-        self._has_tokens, self._last = True, now
+            self._first = now
+        self._num_tokens += num_tokens
+        self._last = now
 
     def finish(self, reason: str) -> None:
+        """The request has ended: "stop", "length", "abort" or "error"."""
         self._is_closed = True
-        self._metrics.finished[reason].inc()
-        self._metrics.request_s.observe(time.perf_counter() - self._started)
+        metrics = self._metrics
+        total_s = time.perf_counter() - self._started
+        metrics.finished[reason].inc()
+        metrics.request_s.observe(total_s)
+        metrics.output_len.observe(self._num_tokens)
+        metrics.num_preemptions.observe(self._num_preemptions)
+        if not self._num_tokens:
+            return
+        metrics.queue_s.observe(self._queue_s)
+        metrics.inference_s.observe(max(0.0, total_s - self._queue_s))
+        metrics.prefill_s.observe(max(0.0, self._first - self._started - self._queue_s))
+        metrics.decode_s.observe(self._last - self._first)
+        if self._num_tokens > 1:
+            metrics.per_token_s.observe((self._last - self._first) / (self._num_tokens - 1))
 
     def close(self) -> None:
-        """Without `finish` before: the client left, or the engine failed."""
+        """Without `finish` before: the client left."""
         if not self._is_closed:
             self.finish("abort")
 
 
-class _EngineNumbers(Collector):
-    """The scheduler's latest heartbeat as gauges and counters."""
-
-    def __init__(self, labels: tuple[str, str], stats: Callable[[], Stats]) -> None:
-        self._labels = labels
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        yield from self._steps(stats)
-        yield from self._drafting(stats)
-        yield from self._shards(stats)
-
-    def _steps(self, stats: Stats) -> Iterator[Metric]:
-        used_share = (stats.num_pages - stats.num_free_pages) / max(stats.num_pages, 1)
-        for name, text, value in (
-            ("vllm:num_requests_running", "Requests in the batch.", stats.num_running),
-            ("vllm:num_requests_waiting", "Requests in the queue.", stats.num_waiting),
-            ("vllm:kv_cache_usage_perc", "Share of K/V pages in use, 0..1.", used_share),
-            ("paceline:num_pages", "Pages of K/V.", stats.num_pages),
-            ("paceline:num_free_pages", "Pages of K/V no request holds.", stats.num_free_pages),
-        ):
-            yield self._gauge(name, text, value)
-        for name, text, value in (
-            ("vllm:prompt_tokens", "Prompt tokens computed.", stats.num_prompt_tokens),
-            ("vllm:generation_tokens", "Tokens generated.", stats.num_generated_tokens),
-            ("vllm:num_preemptions", "Times a request lost its pages.", stats.num_preemptions),
-            ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.num_prefix_queries),
-            ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", stats.num_prefix_hits),
-            ("paceline:steps", "Steps.", stats.num_steps),
-            ("paceline:step_plan_seconds", "Time spent deciding.", stats.plan_s),
-            ("paceline:step_wait_seconds", "Time from plan sent to last result.", stats.wait_s),
-            ("paceline:step_compute_seconds", "Time rank 0 computed.", stats.compute_s),
-            ("paceline:ignored_messages", "Messages of no use any more.", stats.num_ignored_messages),
-        ):
-            yield self._counter(name, text, value)
-
-    def _drafting(self, stats: Stats) -> Iterator[Metric]:
-        for name, text, value in (
-            ("vllm:spec_decode_num_drafts", "Blocks verified.", stats.num_drafts),
-            ("vllm:spec_decode_num_draft_tokens", "Drafted tokens verified.", stats.num_draft_tokens),
-            ("vllm:spec_decode_num_accepted_tokens", "Drafts that stood.", stats.num_accepted_tokens),
-            ("paceline:draft_phases", "Times the shards were asked.", stats.num_draft_phases),
-            ("paceline:draft_seconds", "Time from shard plans sent to last drafts.", stats.draft_s),
-            ("paceline:commit_rows", "Tap rows that became context.", stats.num_commit_rows),
-            ("paceline:slides", "Times a context let go of its start.", stats.num_slides),
-            ("paceline:context_restarts", "Times a context began anew.", stats.num_context_restarts),
-            ("paceline:late_drafts", "Drafts that came too late to be used.", stats.num_late_drafts),
-        ):
-            yield self._counter(name, text, value)
-        family = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that stood, by place behind the anchor.",
-            labels=(*_LABELS, "position"),
-        )
-        for position, num_accepted in enumerate(stats.accepted_per_pos):
-            family.add_metric((*self._labels, str(position)), num_accepted)
-        yield family
-        yield self._gauge("paceline:effective_k", "Longest draft of the last step.", stats.last_num_drafts)
-
-    def _shards(self, stats: Stats) -> Iterator[Metric]:
-        shards = [(str(shard.shard), shard) for shard in stats.shards]
-        up = GaugeMetricFamily(
-            "paceline:shard_up", "1 for the state a shard is in.", labels=(*_LABELS, "shard", "state")
-        )
-        for index, shard in shards:
-            for state in get_args(ShardState):
-                up.add_metric((*self._labels, index, state), state == shard.state)
-        yield up
-        for name, text, values in (
-            ("context_tokens", "Tokens of context.", [(i, s.num_context_tokens) for i, s in shards]),
-            ("context_sequences", "Sequences with context.", [(i, s.num_sequences) for i, s in shards]),
-            ("context_pages", "Pages for context.", [(i, s.num_pages) for i, s in shards]),
-            ("context_free_pages", "Pages no context holds.", [(i, s.num_free_pages) for i, s in shards]),
-        ):
-            gauge = GaugeMetricFamily(f"paceline:{name}", text, labels=(*_LABELS, "shard"))
-            yield self._by_shard(gauge, values)
-        for name, text, values in (
-            ("failed_drafts", "Proposals that failed.", [(i, s.num_failed_drafts) for i, s in shards]),
-            ("shard_commit_seconds", "Time it committed.", [(i, s.commit_s) for i, s in shards]),
-            ("shard_draft_seconds", "Time it drafted.", [(i, s.draft_s) for i, s in shards]),
-        ):
-            counter = CounterMetricFamily(f"paceline:{name}", text, labels=(*_LABELS, "shard"))
-            yield self._by_shard(counter, values)
-
-    def _by_shard(
-        self, family: GaugeMetricFamily | CounterMetricFamily, values: Iterable[tuple[str, float]]
-    ) -> Metric:
-        for index, value in values:
-            family.add_metric((*self._labels, index), value)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        gauge = GaugeMetricFamily(name, text, labels=_LABELS)
-        gauge.add_metric(self._labels, value)
-        return gauge
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        counter = CounterMetricFamily(name, text, labels=_LABELS)
-        counter.add_metric(self._labels, value)
-        return counter
+def merged(texts: Iterable[bytes]) -> bytes:
+    """What several replicas render as one text: the samples of a family together, its head once."""
+    families: dict[bytes, list[bytes]] = {}
+    for text in texts:
+        for family in text.split(b"# HELP ")[1:]:
+            about, kind, *samples = family.splitlines(keepends=True)
+            families.setdefault(b"# HELP " + about + kind, []).extend(samples)
+    return b"".join(head + b"".join(samples) for head, samples in families.items())

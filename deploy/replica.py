@@ -5,6 +5,8 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -25,6 +27,7 @@ DEPLOYMENT_NAME = "paceline"
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 15.0
 SPARE_REQUESTS = 64  # above what the engine takes, so that the engine's own 429 answers, not Serve's queue
+METRICS_TIMEOUT_S = 5.0  # for the replicas that a scrape was not handed to
 CLOSE_S = 10.0  # for the engine's processes, after the streams have ended
 
 
@@ -40,6 +43,9 @@ class Server(GrpcMethods):
         front = front_of(config, path, self._engine, replica)
         self._app = create_app(front)
         self.open_grpc(front)
+        front = replace(front_of(config, path, self._engine, replica), render_all=self._render_all)
+        self._metrics = front.metrics
+        self._app = create_app(front)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
@@ -52,6 +58,18 @@ class Server(GrpcMethods):
         """For the handle: draft with `name` from now on, as in `--drafter`; UserError if it does not fit."""
         config = with_drafter(self._config, name)
         await self._engine.swap_drafter(await asyncio.to_thread(choose_drafter, config, self._path))
+
+    async def render_metrics(self) -> bytes:
+        """For the handle: what this replica counts."""
+        return self._metrics.render()
+
+    async def _render_all(self) -> Sequence[bytes]:
+        # The ingress hands a scrape to any replica, so each must be able to answer for all.
+        context = serve.get_replica_context()
+        handle = serve.get_deployment_handle(context.deployment, context.app_name)
+        return await asyncio.to_thread(
+            handle.broadcast("render_metrics").results, timeout_s=METRICS_TIMEOUT_S
+        )
 
     async def __del__(self) -> None:
         # Serve calls this after the last stream has ended, or when `drain_s` is over.

@@ -11,6 +11,7 @@ read. A shard is only ever a gain: whatever it does, lacks or fails at, its sequ
 from collections.abc import Sequence
 
 from ..cluster.messages import Output, ShardLost, ShardSilent
+from ..cluster.messages import BudgetMode, Output, ShardSilent
 from .budget import DraftBudget, Phase, most_drafts, share_rows, useful_drafts
 from .context import Computed, ContextLedger
 from .events import DraftsArrived, ShardUp, ToShard
@@ -31,6 +32,9 @@ class Drafting:
         self.most_drafts = 0  # the longest that any life of a shard may have made
         self.num_restarts = 0
         self.num_late = 0
+        self.num_proposed = 0  # drafts that came
+        self.num_choices = dict.fromkeys(Phase, 0)  # what the shards were asked for
+        self.last_s = 0.0  # of the last draft phase; 0 if the step in flight had none
         self._limits = limits
         self._stories = stories
         self._confidences: dict[int, list[float]] = {}  # of `drafts`, and of those that are being verified
@@ -42,6 +46,11 @@ class Drafting:
     def is_active(self) -> bool:
         """Whether a shard is ready: without one, what a step computed is of no interest here."""
         return any(shard.ledger is not None for shard in self.shards)
+
+    @property
+    def mode(self) -> BudgetMode:
+        """Where the draft budget stands; "off" if all drafts are verified or no shard is there."""
+        return self.budget.mode.value if self._limits.draft_budget and self.is_active else "off"
 
     @property
     def has_answered(self) -> bool:
@@ -107,12 +116,16 @@ class Drafting:
         for draft in event.drafts.drafts:
             if draft.outcome == "drafted" and draft.token_ids:
                 token_ids = draft.token_ids
+                self.num_proposed += len(token_ids)
                 self.drafts[draft.sequence_id] = token_ids if len(token_ids) <= most else token_ids[:most]
                 if self._limits.draft_budget:
                     self._confidences[draft.sequence_id] = draft.confidences
         self._shard_s = max(self._shard_s, event.drafts.commit_s + event.drafts.draft_s)
-        if self._num_asked > 0 and not self.is_waiting:
-            self.budget.draft.observe(self._num_asked, 1e3 * max(self._shard_s, now - self._began_at))
+        if self.is_waiting:
+            return
+        self.last_s = max(self._shard_s, now - self._began_at)
+        if self._num_asked > 0:
+            self.budget.draft.observe(self._num_asked, 1e3 * self.last_s)
 
     def share(self, decodes: Sequence[Request], num_certain: int, num_rows: int) -> list[int]:
         """How many drafts of each are verified, beside `num_certain` other rows; `num_rows` are left."""
@@ -157,7 +170,8 @@ class Drafting:
     def begin(self, step: int, computed: list[Computed], now: float) -> list[ToShard]:
         """Hand out what `step` computed; empty if no shard has anything to do with it."""
         phase = self._next_phase(computed) if self._limits.draft_budget else Phase.PROPOSE
-        self._num_asked = 0
+        self.num_choices[phase] += 1
+        self._num_asked, self.last_s = 0, 0.0
         if phase is Phase.NONE:
             self._rest(computed)
             return []

@@ -191,6 +191,7 @@ class Planner:
         self.running[sequence_id] = request
         if request.num_cached is None:
             request.num_cached = num_cached
+            request.queue_s = now - request.arrival_s
             self.num_prefix_queries += len(request.tokens)
             self.num_prefix_hits += num_cached
         found = f", {num_cached} tokens cached" if num_cached else ""

@@ -39,6 +39,7 @@ class Request:
         "computed",
         "had_context",
         "has_spoken",
+        "is_traced",
         "keys",
         "known",
         "max_draft_tokens",
@@ -49,6 +50,7 @@ class Request:
         "params",
         "priority",
         "prompt_len",
+        "queue_s",
         "request_id",
         "sequence_id",
         "shard",
@@ -62,7 +64,9 @@ class Request:
         self.request_id = submit.request_id
         self.params = submit.params
         self.priority = submit.priority  # lower runs first
+        self.is_traced = submit.is_traced
         self.arrival_s = arrival_s
+        self.queue_s = 0.0  # before its first stay
         self.order = order  # of arrival; the lowest is the oldest
         self.prompt_len = len(submit.prompt_ids)
         self.tokens = [*submit.prompt_ids, *submit.emitted_ids]

@@ -27,6 +27,7 @@ from ..cluster.messages import (
     Submit,
 )
 from .admission import refuse_duplicate, refuse_for_now, refuse_unfit
+from .budget import Phase
 from .context import Computed
 from .counters import Counters
 from .drafting import Drafting
@@ -104,7 +105,7 @@ class Scheduler:
             self._num_steps += 1
             self._in_flight = self._planner.plan(self._num_steps, now)
             self._drafting.drafts.clear()
-            self._counters.last_num_drafts = max(c.num_decided - 1 for c in self._in_flight.chunks)
+            self._counters.plan(self._in_flight)
             commands.insert(0, self._in_flight)
         if self._checks_always:
             self.check()
@@ -135,7 +136,19 @@ class Scheduler:
             num_accepted_tokens=sum(counters.accepted_per_pos),
             accepted_per_pos=counters.accepted_per_pos,
             num_draft_phases=self._drafting.phase,
-            last_num_drafts=max(0, counters.last_num_drafts),
+            num_rows=counters.num_rows,
+            steps_by_rows=counters.steps_by_rows,
+            num_rejected=counters.num_rejected,
+            num_corrupted=counters.num_corrupted,
+            num_verify_steps=counters.num_verify_steps,
+            verify_s=counters.verify_s,
+            blocks_by_len=counters.by_len,
+            num_proposed_tokens=self._drafting.num_proposed,
+            num_propose_choices=self._drafting.num_choices[Phase.PROPOSE],
+            num_commit_choices=self._drafting.num_choices[Phase.COMMIT],
+            num_rest_choices=self._drafting.num_choices[Phase.NONE],
+            budget_mode=self._drafting.mode,
+            last_num_drafts=counters.last_num_drafts,
             num_commit_rows=sum(shard.num_commit_rows for shard in shards),
             num_slides=sum(shard.num_slides for shard in shards),
             num_context_restarts=self._drafting.num_restarts,
@@ -181,6 +194,7 @@ class Scheduler:
         # A resumed stream was let in once already: it is never turned away in the middle.
         num_places = self.limits.max_num_seqs + self.limits.max_queued_requests
         if len(self._live) >= num_places and not submit.emitted_ids:
+            self._counters.num_rejected += 1
             return [refuse_for_now(submit, len(self._queue), self._queue.longest_wait_s(now))]
         self._num_submitted += 1
         self._counters.num_prompt_tokens += request.prompt_len
@@ -207,6 +221,7 @@ class Scheduler:
         if plan is None or result.step != plan.step:
             self._counters.num_ignored += 1
             return []
+        self._counters.ended(result.compute_s)
         decisions = {decision.sequence_id: decision for decision in result.decisions}
         self._require(len(decisions) == len(result.decisions), plan.step, "a sequence is decided twice")
         outputs: list[Output] = []
@@ -224,7 +239,7 @@ class Scheduler:
                 raise self._mismatch(plan.step, chunk, num_decided)
             request = self._planner.running.get(chunk.sequence_id)
             if request is not None:  # else it was cancelled while the step ran
-                output = self._settle_chunk(request, chunk, decision, now)
+                output = self._settle_chunk(request, chunk, decision, result.compute_s, now)
                 if output is not None:
                     outputs.append(output)
                 if is_drafting and (output is None or output.finish_reason != "error"):
@@ -244,7 +259,7 @@ class Scheduler:
         return [*commands, Outputs(outputs)] if outputs else commands
 
     def _settle_chunk(
-        self, request: Request, chunk: Chunk, decision: Decision | None, now: float
+        self, request: Request, chunk: Chunk, decision: Decision | None, compute_s: float, now: float
     ) -> Output | None:
         output = settle(request, chunk, decision)
         if output is None:
@@ -254,11 +269,19 @@ class Scheduler:
             self._drafting.settled(request, output)
         if not request.has_spoken:
             request.has_spoken = True
-            output = msgspec.structs.replace(output, num_cached_tokens=request.num_cached or 0)
+            output = msgspec.structs.replace(
+                output, num_cached_tokens=request.num_cached or 0, queue_s=request.queue_s
+            )
+        if request.is_traced:
+            draft_s = self._drafting.last_s if self._drafting.is_active else 0.0
+            output = msgspec.structs.replace(output, draft_s=draft_s, verify_s=compute_s)
         if self.limits.prefix_cache and request.verified // self.limits.page_size > request.num_published:
             self._publish(request)
-        if output.finish_reason is not None:
-            self._finish(request, output.finish_reason, now)
+        if (reason := output.finish_reason) is not None:
+            if request.num_preemptions > 0:
+                output = msgspec.structs.replace(output, num_preemptions=request.num_preemptions)
+            self._counters.num_corrupted += reason == "error"
+            self._finish(request, reason, now)
         elif output.first_index == 0:
             self._stories.note(request.request_id, now, "first token")
         return output

@@ -84,7 +84,7 @@ def create_app(front: Front) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(front.metrics.render(), headers={"content-type": CONTENT_TYPE})
+        return Response(await front.render_metrics(), headers={"content-type": CONTENT_TYPE})
 
     if front.has_page:
         add_playground(app)
@@ -112,6 +112,7 @@ async def _complete(
             has_logprobs=job.choices[0].params.logprobs is not None,
             has_usage=job.has_usage,
         )
+        front.metrics.num_choices.observe(job.num_per_prompt)
         pieces = merge(
             [
                 stream_choice(
@@ -119,7 +120,7 @@ async def _complete(
                     front.served.tokenizer,
                     f"{heading.reply_id}-{choice.index}",
                     choice,
-                    front.metrics.start(),
+                    front.metrics.start(len(choice.prompt_ids), choice.params.max_tokens),
                 )
                 for choice in job.choices
             ]

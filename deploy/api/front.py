@@ -1,7 +1,8 @@
 """What a front door knows about the engine behind it and the model it serves."""
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,10 +10,12 @@ from ...cluster.config import DEFAULT_MODEL, Config, ModelConfig
 from ...workers.runner import max_model_len
 from ...workers.spec import ModelSpec
 from ..engine import Engine
-from ..metrics import Metrics
+from ..metrics import Metrics, merged
 from .streaming import TokenSource
 from .text import Tokenizer
 from .validate import ServedModel
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 
@@ -28,7 +31,18 @@ class Front:
     max_body_bytes: int
     abandoned_s: float = 30.0  # a stream that is not read for so long ends
     has_page: bool = True  # the playground at /
+    render_all: Callable[[], Awaitable[Sequence[bytes]]] | None = None  # the metrics of every replica
     started: int = field(default_factory=lambda: int(time.time()))
+
+    async def render_metrics(self) -> bytes:
+        """The metrics of all replicas, whichever of them was asked; of this one if the others are silent."""
+        if self.render_all is None:
+            return self.metrics.render()
+        try:
+            return merged(await self.render_all())
+        except Exception as error:  # whatever keeps Serve from reaching them, ours are still true
+            log.warning("the other replicas' metrics are missing: %s", error)
+            return self.metrics.render()
 
 
 def front_of(config: Config, path: Path, engine: Engine, replica: str) -> Front:
@@ -47,11 +61,26 @@ def front_of(config: Config, path: Path, engine: Engine, replica: str) -> Front:
         source=engine,
         check_health=engine.check_health,
         served=served,
-        metrics=Metrics(name, replica, lambda: engine.stats),
+        metrics=Metrics(
+            name,
+            replica,
+            lambda: engine.stats,
+            num_rebuilds=lambda: engine.num_rebuilds,
+            cache_config=_cache_config(config),
+        ),
         max_body_bytes=config.server.max_body_bytes,
         abandoned_s=config.server.abandoned_s,
         has_page=config.server.playground,
     )
+
+
+def _cache_config(config: Config) -> dict[str, str]:
+    return {
+        "block_size": str(config.engine.page_size),
+        "cache_dtype": config.model.dtype,
+        "enable_prefix_caching": str(config.engine.prefix_cache),
+        "gpu_memory_utilization": str(config.engine.gpu_memory_utilization),
+    }
 
 
 def served_name(model: ModelConfig) -> str:

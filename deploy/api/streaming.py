@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...cluster.errors import EngineError
+from ...cluster.errors import EngineError, PacelineError
 from ...cluster.messages import Output, SamplingParams
 from ..metrics import RequestTimer
 from .replies import Piece
@@ -68,7 +68,7 @@ async def stream_choice(
                 if output.finish_reason in ("error", "cancelled"):
                     raise EngineError(output.error or "the engine gave up this request")
                 piece = text.take(output)
-                timer.add(piece.num_tokens)
+                timer.add(piece.num_tokens, output)
                 if piece.finish_reason is not None:
                     last = piece
                     break
@@ -77,6 +77,9 @@ async def stream_choice(
             raise EngineError("the engine ended this request without a reason")
         timer.finish(last.finish_reason or "")
         yield last
+    except PacelineError:
+        timer.finish("error")
+        raise
     finally:
         timer.close()
 

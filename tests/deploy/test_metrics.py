@@ -3,12 +3,13 @@
 from typing import get_args
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.cluster.config import ModelConfig
 from paceline.cluster.errors import ConfigError, EngineError, ModelError
-from paceline.cluster.messages import ShardState, ShardStats, Stats
+from paceline.cluster.messages import Output, ShardState, ShardStats, Stats
 from paceline.deploy.api.front import served_name
-from paceline.deploy.metrics import Metrics
+from paceline.deploy.metrics import Metrics, merged
 from paceline.deploy.serve import _cause
 
 
@@ -90,19 +91,88 @@ def test_before_the_first_heartbeat_nothing_divides_by_zero() -> None:
 
 def test_a_request_is_timed_once_however_it_ends() -> None:
     metrics = Metrics("m", "0", Stats)
-    for reason in ("stop", "length", None):
-        timer = metrics.start()
-        for num_tokens in (0, 1, 4):
-            timer.add(num_tokens)
+    for reason in ("stop", "length", "error", None):
+        timer = metrics.start(prompt_len=40, max_tokens=100)
+        for first, num_tokens in ((0, 0), (0, 1), (1, 4)):
+            timer.add(num_tokens, Output(request_id="r", first_index=first, num_cached_tokens=32))
         if reason is not None:
             timer.finish(reason)
         timer.close()
     numbers = shown(metrics)
-    for reason in ("stop", "length", "abort"):
+    for reason in ("stop", "length", "abort", "error"):
         assert numbers[f'vllm:request_success_total{{finished_reason="{reason}",model_name="m"}}'] == 1
-    assert numbers['vllm:time_to_first_token_seconds_count{model_name="m"}'] == 3
-    assert numbers['vllm:inter_token_latency_seconds_count{model_name="m"}'] == 3
-    assert numbers['vllm:e2e_request_latency_seconds_count{model_name="m"}'] == 3
+    assert numbers['vllm:time_to_first_token_seconds_count{model_name="m"}'] == 4
+    assert numbers['vllm:inter_token_latency_seconds_count{model_name="m"}'] == 4
+    assert numbers['vllm:e2e_request_latency_seconds_count{model_name="m"}'] == 4
+
+
+# vLLM 0.33's, but for what this engine does not have: adapters, sleep, transfer of K/V, images, watermarks.
+VLLM_NAMES = """
+num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc cache_config_info
+prompt_tokens_total prompt_tokens_by_source_total prompt_tokens_cached_total
+prompt_tokens_cached_by_source_total generation_tokens_total request_success_total num_preemptions_total prefix_cache_queries_total
+prefix_cache_hits_total admission_rejections_total corrupted_requests_total
+time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket
+request_time_per_output_token_seconds_bucket request_queue_time_seconds_bucket
+request_inference_time_seconds_bucket request_prefill_time_seconds_bucket request_decode_time_seconds_bucket
+request_prompt_tokens_bucket request_generation_tokens_bucket request_max_num_generation_tokens_bucket
+request_params_n_bucket request_params_max_tokens_bucket request_num_preemptions_bucket
+request_prefill_kv_computed_tokens_bucket iteration_tokens_total_bucket
+spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
+spec_decode_num_accepted_tokens_per_pos_total
+"""
+
+
+def test_every_name_that_dashboards_of_vllm_ask_for_is_there() -> None:
+    names = {
+        sample.partition("{")[0] for sample in shown(Metrics("m", "0", lambda: Stats(accepted_per_pos=[1])))
+    }
+    assert {f"vllm:{name}" for name in VLLM_NAMES.split()} <= names
+
+
+def test_where_a_request_spent_its_time() -> None:
+    metrics = Metrics("m", "0", Stats)
+    timer = metrics.start(prompt_len=40, max_tokens=100)
+    timer.add(1, Output(request_id="r", first_index=0, num_cached_tokens=32, queue_s=1e6))
+    timer.add(4, Output(request_id="r", first_index=1, num_preemptions=2))
+    timer.finish("length")
+    numbers = shown(metrics)
+    for name, value in (
+        ("request_queue_time_seconds", 1e6),
+        ("request_prefill_time_seconds", 0),
+        ("request_prompt_tokens", 40),
+        ("request_prefill_kv_computed_tokens", 8),
+        ("request_generation_tokens", 5),
+        ("request_params_max_tokens", 100),
+        ("request_num_preemptions", 2),
+    ):
+        assert numbers[f'vllm:{name}_sum{{model_name="m"}}'] == value, name
+
+
+def test_counts_by_size_become_histograms() -> None:
+    stats = Stats(
+        steps_by_rows=[5, 0, 2], num_rows=12, blocks_by_len=[0, 3, 0, 1], num_draft_tokens=6, num_rejected=4
+    )
+    numbers = shown(Metrics("m", "0", lambda: stats))
+
+    def buckets(name: str) -> dict[str, float]:
+        found = {key: value for key, value in numbers.items() if key.startswith(f"{name}_bucket")}
+        return {key.partition('le="')[2].partition('"')[0]: value for key, value in found.items()}
+
+    assert buckets("vllm:iteration_tokens_total") == {"1.0": 5, "2.0": 5, "4.0": 7, "+Inf": 7}
+    assert buckets("paceline:block_drafts") == {"0.0": 0, "1.0": 3, "2.0": 3, "3.0": 4, "+Inf": 4}
+    assert numbers['vllm:iteration_tokens_total_sum{model_name="m"}'] == 12
+    assert numbers['vllm:admission_rejections_total{model_name="m",reason="max_num_queued_reqs"}'] == 4
+
+
+def test_replicas_are_shown_together() -> None:
+    texts = [Metrics("m", name, lambda: Stats(num_running=3)).render() for name in ("a", "b")]
+    together = merged(texts)
+    families = {family.name: family for family in text_string_to_metric_families(together.decode())}
+    assert families.keys() == {f.name for f in text_string_to_metric_families(texts[0].decode())}
+    running = families["vllm:num_requests_running"].samples
+    assert {sample.labels["engine"]: sample.value for sample in running} == {"a": 3, "b": 3}
+    assert together.count(b"# HELP vllm:num_requests_running ") == 1
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     playground: bool = True  # a page to look at, at /
     max_stream_backlog: int = 4096  # undelivered tokens after which a slow reader's request is ended
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    otlp_endpoint: str | None = None  # OpenTelemetry over HTTP, as http://host:4318; None: no tracing
+    trace_sample_ratio: float = 1.0  # of requests whose caller has not decided it
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,6 +214,14 @@ def _validate(config: Config) -> None:
     if not 0 < engine.gpu_memory_utilization <= 1:
         raise ConfigError(
             f"gpu_memory_utilization is {engine.gpu_memory_utilization}; it is a share, above 0 and at most 1"
+        )
+    if not 0 <= server.trace_sample_ratio <= 1:
+        raise ConfigError(
+            f"trace_sample_ratio is {server.trace_sample_ratio}; it is a share, between 0 and 1"
+        )
+    if server.otlp_endpoint is not None and not server.otlp_endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"otlp_endpoint is {server.otlp_endpoint!r}; write a URL such as http://127.0.0.1:4318"
         )
     if not 0 <= server.port <= 65535:
         raise ConfigError(f"port is {server.port}; it must be between 0 and 65535")

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 
 from ..cluster.messages import Output, Stats
 from .engine_numbers import LABELS, EngineNumbers
+from .tracing import ChoiceTrace, RequestTrace
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -98,12 +99,14 @@ class Metrics:
         )
         self._own = own
 
-    def start(self, prompt_len: int = 0, max_tokens: int = 0) -> "RequestTimer":
-        """A request is submitted now."""
+    def start(
+        self, prompt_len: int = 0, max_tokens: int = 0, trace: RequestTrace | None = None
+    ) -> "RequestTimer":
+        """A request is submitted now, for one choice of what `trace` follows."""
         self.prompt_len.observe(prompt_len)
         self.max_tokens.observe(max_tokens)
         self.max_output_len.observe(max_tokens)
-        return RequestTimer(self, prompt_len)
+        return RequestTimer(self, prompt_len, None if trace is None else trace.choice(prompt_len, max_tokens))
 
     def answered(self, method: str, route: str, status: int, duration_s: float) -> None:
         """An HTTP request has been answered; `route` is the pattern of its path."""
@@ -118,17 +121,24 @@ class Metrics:
 class RequestTimer:
     """The life of one request in seconds: `add` at each step, `finish` with a reason, `close` always."""
 
-    def __init__(self, metrics: Metrics, prompt_len: int) -> None:
+    def __init__(self, metrics: Metrics, prompt_len: int, trace: ChoiceTrace | None) -> None:
         self._metrics = metrics
         self._prompt_len = prompt_len
+        self._trace = trace
         self._started = self._first = self._last = time.perf_counter()
         self._queue_s = 0.0
         self._num_tokens = 0
         self._num_preemptions = 0
         self._is_closed = False
 
+    @property
+    def is_traced(self) -> bool:
+        return self._trace is not None
+
     def add(self, num_tokens: int, output: Output) -> None:
         """A step gave so many tokens that the client may see."""
+        if self._trace is not None:
+            self._trace.step(num_tokens, output)
         self._num_preemptions = output.num_preemptions
         if output.first_index == 0:
             self._queue_s = output.queue_s
@@ -147,6 +157,8 @@ class RequestTimer:
     def finish(self, reason: str) -> None:
         """The request has ended: "stop", "length", "abort" or "error"."""
         self._is_closed = True
+        if self._trace is not None:
+            self._trace.end(reason, self._num_tokens, self._num_preemptions)
         metrics = self._metrics
         total_s = time.perf_counter() - self._started
         metrics.finished[reason].inc()

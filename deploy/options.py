@@ -56,6 +56,9 @@ HELP = {
     "playground": "serve a page to chat on at /",
     "max_stream_backlog": "unread tokens after which a slow reader's request ends",
     "log_level": "least severe log line that is written",
+    "log_format": "log lines for people, or as JSON",
+    "otlp_endpoint": "send OpenTelemetry spans there, as http://host:4318; none given: no tracing",
+    "trace_sample_ratio": "share of requests that are traced unless their caller decided it",
 }
 
 

@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from .api.front import front_of
 from .assemble import start_engine
 from .drafter_source import choose_drafter, with_drafter
 from .grpc.service import GrpcMethods
+from .logs import configure_logging
 
 DEPLOYMENT_NAME = "paceline"
 
@@ -35,7 +35,7 @@ class Server(GrpcMethods):
     """Owns an engine. Its children live in the replica's placement group and die with it."""
 
     async def __init__(self, config: Config) -> None:
-        logging.getLogger("paceline").setLevel(config.server.log_level.upper())
+        configure_logging(config.server.log_level, config.server.log_format)
         path = await asyncio.to_thread(resolve_model, config.model.model, config.model.revision)
         self._config, self._path = config, path
         self._engine = await start_engine(config, path)
@@ -44,7 +44,7 @@ class Server(GrpcMethods):
         self._app = create_app(front)
         self.open_grpc(front)
         front = replace(front_of(config, path, self._engine, replica), render_all=self._render_all)
-        self._metrics = front.metrics
+        self._front = front
         self._app = create_app(front)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -61,7 +61,7 @@ class Server(GrpcMethods):
 
     async def render_metrics(self) -> bytes:
         """For the handle: what this replica counts."""
-        return self._metrics.render()
+        return self._front.metrics.render()
 
     async def _render_all(self) -> Sequence[bytes]:
         # The ingress hands a scrape to any replica, so each must be able to answer for all.
@@ -74,6 +74,8 @@ class Server(GrpcMethods):
     async def __del__(self) -> None:
         # Serve calls this after the last stream has ended, or when `drain_s` is over.
         await self._engine.close()
+        if self._front.tracer is not None:
+            await asyncio.to_thread(self._front.tracer.close)
 
 
 def build_app(args: dict[str, Any]) -> Application:

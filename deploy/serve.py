@@ -28,6 +28,7 @@ from ..cluster import errors
 from ..cluster.config import Config, ServerConfig, cache_dir
 from ..cluster.errors import ConfigError, EngineError, PacelineError
 from .api.front import served_name
+from .logs import configure_logging, receive_lines
 from .startup import StartupView
 
 ANSWER_TIMEOUT_S = 30.0  # from a running replica to the first answer through the ingress
@@ -53,6 +54,10 @@ def run_server(config: Config, view: StartupView | None = None) -> None:
         set_environment()
         _set_ingress_environment(Path(scratch), config.server)
         _serve(config, view)
+        _set_ingress_environment(Path(scratch))
+        configure_logging(config.server.log_level, config.server.log_format)
+        with receive_lines(Path(scratch) / "log"):
+            _serve(config, view)
 
 
 def _serve(config: Config, view: StartupView) -> None:

@@ -93,6 +93,7 @@ class ScriptedEngine:
         *,
         cache_salt: str = "",
         max_draft_tokens: int | None = None,
+        is_traced: bool = False,
     ) -> AsyncGenerator[Output, None]:
         del priority
         assert request_id not in self.live
@@ -100,6 +101,7 @@ class ScriptedEngine:
         self.params.append(params)
         self.salts.append(cache_salt)
         self.draft_limits.append(max_draft_tokens)
+        step_s = {"draft_s": 0.002, "verify_s": 0.01} if is_traced else {}
         self.prompts.append(list(prompt_ids))
         is_finished = False
         try:
@@ -126,6 +128,8 @@ class ScriptedEngine:
                     num_drafts=len(chunk) - 1 + self.num_rejected if first else 0,
                     num_accepted=len(chunk) - 1 if first else 0,
                     num_cached_tokens=0 if first else self.num_cached_tokens,
+                    queue_s=0.0 if first else 0.001,
+                    **step_s,
                 )
         finally:
             self.live.remove(request_id)

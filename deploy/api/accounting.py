@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..acceptance import Acceptance
+from ..observing import current_record
 from .replies import Piece
 from .validate import Job
 
@@ -15,6 +16,8 @@ class Account:
         self._num_tokens = 0
         self._num_cached_tokens = 0
         self._acceptance = Acceptance()
+        if (record := current_record.get()) is not None:
+            record.usage = self.usage
 
     def add(self, piece: Piece) -> None:
         self._num_tokens += piece.num_tokens

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 from ...cluster.errors import EngineError, RequestError
 from ..metrics import CONTENT_TYPE
+from ..observing import Observer, current_record
 from .accounting import Account
 from .front import Front
 from .playground import add_playground
@@ -86,6 +87,7 @@ def create_app(front: Front) -> FastAPI:
     async def metrics() -> Response:
         return Response(await front.render_metrics(), headers={"content-type": CONTENT_TYPE})
 
+    app.add_middleware(Observer, metrics=front.metrics, tracer=front.tracer)
     if front.has_page:
         add_playground(app)
     return app
@@ -112,6 +114,8 @@ async def _complete(
             has_logprobs=job.choices[0].params.logprobs is not None,
             has_usage=job.has_usage,
         )
+        record = current_record.get()
+        trace = None if record is None else record.trace
         front.metrics.num_choices.observe(job.num_per_prompt)
         pieces = merge(
             [
@@ -120,7 +124,7 @@ async def _complete(
                     front.served.tokenizer,
                     f"{heading.reply_id}-{choice.index}",
                     choice,
-                    front.metrics.start(len(choice.prompt_ids), choice.params.max_tokens),
+                    front.metrics.start(len(choice.prompt_ids), choice.params.max_tokens, trace),
                 )
                 for choice in job.choices
             ]

@@ -11,6 +11,7 @@ from ...workers.runner import max_model_len
 from ...workers.spec import ModelSpec
 from ..engine import Engine
 from ..metrics import Metrics, merged
+from ..tracing import Tracer
 from .streaming import TokenSource
 from .text import Tokenizer
 from .validate import ServedModel
@@ -30,6 +31,7 @@ class Front:
     metrics: Metrics
     max_body_bytes: int
     abandoned_s: float = 30.0  # a stream that is not read for so long ends
+    tracer: Tracer | None = None
     has_page: bool = True  # the playground at /
     render_all: Callable[[], Awaitable[Sequence[bytes]]] | None = None  # the metrics of every replica
     started: int = field(default_factory=lambda: int(time.time()))
@@ -70,6 +72,7 @@ def front_of(config: Config, path: Path, engine: Engine, replica: str) -> Front:
         ),
         max_body_bytes=config.server.max_body_bytes,
         abandoned_s=config.server.abandoned_s,
+        tracer=_tracer(config, name, replica),
         has_page=config.server.playground,
     )
 
@@ -81,6 +84,13 @@ def _cache_config(config: Config) -> dict[str, str]:
         "enable_prefix_caching": str(config.engine.prefix_cache),
         "gpu_memory_utilization": str(config.engine.gpu_memory_utilization),
     }
+
+
+def _tracer(config: Config, model_name: str, replica: str) -> Tracer | None:
+    server = config.server
+    if server.otlp_endpoint is None:
+        return None
+    return Tracer.to(server.otlp_endpoint, server.trace_sample_ratio, model_name, replica)
 
 
 def served_name(model: ModelConfig) -> str:

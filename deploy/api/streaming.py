@@ -36,6 +36,7 @@ class TokenSource(Protocol):
         *,
         cache_salt: str = "",
         max_draft_tokens: int | None = None,
+        is_traced: bool = False,
     ) -> AsyncGenerator[Output, None]:
         """The outputs of one request; closing the generator cancels it. RequestError when it is refused."""
         ...
@@ -62,6 +63,7 @@ async def stream_choice(
             choice.priority,
             cache_salt=choice.cache_salt,
             max_draft_tokens=choice.max_draft_tokens,
+            is_traced=timer.is_traced,
         )
         async with aclosing(outputs):
             async for output in outputs:

@@ -1,11 +1,13 @@
 """The scheduler's heartbeats as Prometheus families: vLLM's names, and ours under `paceline:`."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from ..cluster.messages import BudgetMode, ShardState, Stats
 
@@ -184,9 +186,37 @@ class EngineNumbers(Collector):
     def _histogram(
         self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], total: float
     ) -> Metric:
-        """`counts` are those of each bucket alone, up to its bound."""
-        family = HistogramMetricFamily(name, text, labels=LABELS)
-        sums = [0, *accumulate(counts)]
-        buckets = [(repr(bound), float(num)) for bound, num in zip(bounds, sums[1:], strict=True)]
-        family.add_metric(self._labels, [*buckets, ("+Inf", float(sums[-1]))], sum_value=total)
-        return family
+        return _histogram(name, text, self._labels, bounds, [*counts, 0], total)
+
+
+class LeanHistogram(Collector):
+    """A histogram that is cheap to observe, for what happens at every token. It belongs to one thread."""
+
+    def __init__(self, name: str, text: str, labels: tuple[str, str], bounds: Sequence[float]) -> None:
+        self._about = name, text, labels
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def collect(self) -> Iterator[Metric]:
+        yield _histogram(*self._about, self._bounds, self._counts, self._total)
+
+
+def _histogram(
+    name: str,
+    text: str,
+    labels: tuple[str, str],
+    bounds: Sequence[float],
+    counts: Sequence[int],
+    total: float,
+) -> Metric:
+    """`counts` are those of each bucket alone, the last one's above every bound."""
+    family = HistogramMetricFamily(name, text, labels=LABELS)
+    edges = [*map(floatToGoString, bounds), "+Inf"]
+    sums = map(float, accumulate(counts))
+    family.add_metric(labels, list(zip(edges, sums, strict=True)), sum_value=total)
+    return family

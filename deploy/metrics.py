@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 
 from ..cluster.messages import Output, Stats
-from .engine_numbers import LABELS, EngineNumbers
+from .engine_numbers import LABELS, EngineNumbers, LeanHistogram
 from .tracing import ChoiceTrace, RequestTrace
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -47,9 +47,10 @@ class Metrics:
             return Histogram(name, text, LABELS, registry=self._registry, buckets=buckets).labels(*own)
 
         self.first_token_s = histogram("vllm:time_to_first_token_seconds", "Submit to first token.", _TTFT_S)
-        self.inter_token_s = histogram(
-            "vllm:inter_token_latency_seconds", "Between tokens, once per step.", _PER_TOKEN_S
+        self.inter_token_s = LeanHistogram(
+            "vllm:inter_token_latency_seconds", "Between tokens, once per step.", own, _PER_TOKEN_S
         )
+        self._registry.register(self.inter_token_s)
         self.per_token_s = histogram(
             "vllm:request_time_per_output_token_seconds",
             "Mean time between a request's tokens.",

@@ -1,6 +1,6 @@
 """What is seen of each HTTP request: a count, a log line, and a span if it is traced. Never what was said.
 
-An ASGI layer around the application opens a Record; whoever works on the request finds it by `current_record`,
+An ASGI layer around the application opens a Record; whoever works on the request finds it by `current_record`
 in whatever task that is, and adds what it knows. Without such a layer there is none, and nothing is recorded.
 """
 

@@ -137,13 +137,12 @@ class _ChoiceText:
         return texts
 
 
-async def merge(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+def merge(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
     """The pieces of several choices as they come. One that fails fails all."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for piece in only:
-                yield piece
-        return
+    return streams[0] if len(streams) == 1 else _merged(streams)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
     queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(_NUM_BUFFERED)
 
     async def drain(stream: AsyncGenerator[Piece, None]) -> None:

@@ -40,12 +40,10 @@ class Server(GrpcMethods):
         self._config, self._path = config, path
         self._engine = await start_engine(config, path)
         replica = serve.get_replica_context().replica_id.unique_id
-        front = front_of(config, path, self._engine, replica)
-        self._app = create_app(front)
-        self.open_grpc(front)
         front = replace(front_of(config, path, self._engine, replica), render_all=self._render_all)
         self._front = front
         self._app = create_app(front)
+        self.open_grpc(front)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app

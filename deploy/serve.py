@@ -53,8 +53,6 @@ def run_server(config: Config, view: StartupView | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         set_environment()
         _set_ingress_environment(Path(scratch), config.server)
-        _serve(config, view)
-        _set_ingress_environment(Path(scratch))
         configure_logging(config.server.log_level, config.server.log_format)
         with receive_lines(Path(scratch) / "log"):
             _serve(config, view)

@@ -10,8 +10,7 @@ read. A shard is only ever a gain: whatever it does, lacks or fails at, its sequ
 
 from collections.abc import Sequence
 
-from ..cluster.messages import Output, ShardLost, ShardSilent
-from ..cluster.messages import BudgetMode, Output, ShardSilent
+from ..cluster.messages import BudgetMode, Output, ShardLost, ShardSilent
 from .budget import DraftBudget, Phase, most_drafts, share_rows, useful_drafts
 from .context import Computed, ContextLedger
 from .events import DraftsArrived, ShardUp, ToShard

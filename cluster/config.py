@@ -19,6 +19,7 @@ from .errors import ConfigError
 
 Dtype = Literal["bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
+BackendChoice = Literal["auto", "torch", "native"]
 ReportLevel = Literal["none", "summary", "detailed"]
 
 DEFAULT_MODEL = "default"
@@ -40,6 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     tensor_parallel_size: int = 1
     device: Device = "auto"
+    backend: BackendChoice = "auto"  # kernels on CPU: our own where they are the fastest, else torch's
     num_threads: int | None = None  # per rank on CPU; None: the machine's cores shared out
     max_num_seqs: int = 32  # sequences in one step
     max_num_batched_tokens: int = 512  # rows in one step

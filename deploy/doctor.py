@@ -239,7 +239,7 @@ def _fit(config: Config, path: Path, drafter_path: Path | None) -> Iterator[Find
     spec = ModelSpec.load(path)
     spec.check_tensor_parallel(size)
     is_gpu = engine.device != "cpu" and torch.cuda.is_available()
-    dtype = compute_dtype(config.model.dtype, torch.device("cuda" if is_gpu else "cpu"))
+    dtype = compute_dtype(config.model.dtype, torch.device("cuda" if is_gpu else "cpu"), engine.backend)
     weight_bytes = _num_weights(path) * dtype.itemsize
     if drafter_path is not None:  # whole on every rank
         weight_bytes += _num_weights(drafter_path) * dtype.itemsize * size

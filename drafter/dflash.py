@@ -31,8 +31,7 @@ class Layer:
     is_causal: bool
     input_norm: Tensor
     qkv: Linear
-    q_norm: Tensor
-    k_norm: Tensor
+    qk_norms: tuple[Tensor, Tensor]
     output: Linear
     post_norm: Tensor
     gate_up: Linear
@@ -170,16 +169,10 @@ class DFlash:
         layer, spec, deltas = self._layers[index], self.spec, None
         if layer.attention_conv is not None:
             x, deltas = layer.attention_conv.before(x, block_len)
-        q_len, kv_len = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        q, k, v = layer.qkv(x).split([q_len, kv_len, kv_len], dim=-1)
-        q = q.unflatten(-1, (spec.num_heads, spec.head_dim))
-        k = k.unflatten(-1, (spec.num_kv_heads, spec.head_dim))
-        v = v.unflatten(-1, (spec.num_kv_heads, spec.head_dim))
-        q = self._backend.rms_norm(q, layer.q_norm, spec.rms_norm_eps)
-        k = self._backend.rms_norm(k, layer.k_norm, spec.rms_norm_eps)
-        q, k = self._backend.rope(q, k, rows.positions, self._cos_sin)
         k_pages, v_pages = self.k_pages(index), self.v_pages(index)
-        self._backend.write_kv(k, v, k_pages, v_pages, rows.slots)
+        q = self._backend.place_qkv(
+            layer.qkv(x), rows, self._cos_sin, k_pages, v_pages, layer.qk_norms, spec.rms_norm_eps
+        )
         out = layer.output(plan.run(q, k_pages, v_pages).flatten(1))
         if layer.attention_conv is not None and deltas is not None:
             return layer.attention_conv.after(out, deltas, block_len)
@@ -223,8 +216,10 @@ class DFlash:
             is_causal=spec.causal[index],
             input_norm=weights.pop(f"{prefix}.input_layernorm.weight"),
             qkv=linear(*projections, has_bias=spec.has_bias),
-            q_norm=weights.pop(f"{attention}.q_norm.weight"),
-            k_norm=weights.pop(f"{attention}.k_norm.weight"),
+            qk_norms=(
+                weights.pop(f"{attention}.q_norm.weight"),
+                weights.pop(f"{attention}.k_norm.weight"),
+            ),
             output=linear(f"{attention}.o_proj", has_bias=spec.has_bias),
             post_norm=weights.pop(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),

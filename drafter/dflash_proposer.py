@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cluster.config import BackendChoice
 from ..cluster.errors import ModelError, ProtocolError
 from ..cluster.messages import Commit, Draft, Open, Propose, Slide
 from ..kernels.backend import choose_backend
@@ -39,6 +40,7 @@ class DFlashProposer:
         block_size: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        backend: BackendChoice = "auto",
     ) -> "DFlashProposer":
         """Load a drafter for `target`; `context_bytes` are spent on pages of context.
 
@@ -53,8 +55,9 @@ class DFlashProposer:
                 f"({page_bytes(spec, page_size, dtype)} bytes); give the drafter more memory"
             )
         weights = load_weights(path, spec, target, dtype, device)
-        backend = choose_backend(device)
-        network = DFlash(spec, target, weights, backend, num_pages=num_pages, page_size=page_size)
+        network = DFlash(
+            spec, target, weights, choose_backend(device, backend), num_pages=num_pages, page_size=page_size
+        )
         return cls(network, num_pages, page_size)
 
     @property

@@ -25,7 +25,7 @@ def load_proposer(
     engine = config.engine
     if choice.path is None:
         return NgramProposer() if engine.num_draft_tokens is None else NgramProposer(engine.num_draft_tokens)
-    dtype = compute_dtype(config.model.dtype, device)
+    dtype = compute_dtype(config.model.dtype, device, engine.backend)
     network = DFlashProposer.load(
         choice.path,
         Target.load(model_path, max_model_len, dtype, device),
@@ -34,6 +34,7 @@ def load_proposer(
         block_size=None if engine.num_draft_tokens is None else engine.num_draft_tokens + 1,
         dtype=dtype,
         device=device,
+        backend=engine.backend,
     )
     return MixedProposer(network) if engine.prompt_lookup else network
 

@@ -6,14 +6,22 @@ Shapes: N rows of a step, H hidden size, I feed-forward size, Hq and Hkv query a
 Hkv; query head h reads K/V head h // (Hq // Hkv)), D head size, P pages.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..cluster.config import BackendChoice
+from ..cluster.errors import ConfigError
+from .dtypes import has_bfloat16_products
+from .native_backend import NativeBackend
+from .native_library import find_isa
 from .rows import Rows
 from .torch_backend import TorchBackend
+
+log = logging.getLogger(__name__)
 
 Linear = Callable[[Tensor], Tensor]  # [N, in] -> [N, out]
 
@@ -62,6 +70,23 @@ class Backend(Protocol):
         """Write k and v [N, Hkv, D] to slots [N] (distinct) of the pages [P, page, Hkv, D]."""
         ...
 
+    def place_qkv(
+        self,
+        qkv: Tensor,
+        rows: Rows,
+        cos_sin: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """From qkv [N, (Hq + 2 Hkv) D] = q | k | v to what attention reads; returns q [N, Hq, D].
+
+        Each head of q and k is normed with the weights [D] of `norms` (for q, for k), if given; then rotated
+        by rows.positions; k and v are written to rows.slots. `qkv` is consumed.
+        """
+        ...
+
     def plan_attention(
         self,
         rows: Rows,
@@ -82,6 +107,26 @@ class Backend(Protocol):
         ...
 
 
-def choose_backend(device: torch.device | str) -> Backend:
-    """The back end for a device; call it once, at start."""
-    return TorchBackend(torch.device(device))
+def choose_backend(device: torch.device | str, choice: BackendChoice = "auto") -> Backend:
+    """The back end for a device; call it once, at start.
+
+    On a CPU whose bfloat16 products would be emulated our kernels are the fastest; one that has instructions
+    for them (AMX, AVX-512 BF16) keeps oneDNN's, which use them. Where the kernels cannot be compiled, torch
+    does the same work more slowly. ConfigError if they were asked for.
+    """
+    device = torch.device(device)
+    isa = find_isa() if device.type == "cpu" else None
+    if choice == "torch" or (choice == "auto" and (isa is None or has_bfloat16_products())):
+        return TorchBackend(device)
+    if isa is None:
+        raise ConfigError(
+            f"backend is native, which needs a CPU with AVX2 or AVX-512, and the device is {device.type}; "
+            "choose auto or torch"
+        )
+    try:
+        return NativeBackend(isa)
+    except ConfigError as error:
+        if choice == "native":
+            raise
+        log.warning("Using torch's kernels, which are slower: %s", error)
+        return TorchBackend(device)

@@ -2,19 +2,20 @@
 
 import torch
 
-from ..cluster.config import Dtype
+from ..cluster.config import BackendChoice, Dtype
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def compute_dtype(configured: Dtype, device: torch.device) -> torch.dtype:
+def compute_dtype(configured: Dtype, device: torch.device, backend: BackendChoice = "auto") -> torch.dtype:
     """What was configured, except on a CPU that would emulate bfloat16 products: there it is float32.
 
     An emulated product of 8 rows or more takes two to three times as long as the float32 one of the same
     weights. A single row would be faster by a third, but its bits would then depend on how many rows share a
-    step; in float32 they do not. Weights take twice the memory.
+    step; in float32 they do not. Our own kernels compute in float32 only; they keep the weights of products in
+    bfloat16, torch's take twice the memory.
     """
-    if configured == "bfloat16" and device.type == "cpu" and not has_bfloat16_products():
+    if device.type == "cpu" and (backend == "native" or not has_bfloat16_products()):
         return torch.float32
     return _DTYPES[configured]
 

@@ -37,6 +37,25 @@ class TorchBackend:
         k_pages.view(-1, *shape).index_copy_(0, slots, k)
         v_pages.view(-1, *shape).index_copy_(0, slots, v)
 
+    def place_qkv(
+        self,
+        qkv: Tensor,
+        rows: Rows,
+        cos_sin: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        num_kv_heads, head_dim = k_pages.shape[2:]
+        heads = qkv.unflatten(1, (-1, head_dim))
+        q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+        if norms is not None:
+            q, k = self.rms_norm(q, norms[0], eps), self.rms_norm(k, norms[1], eps)
+        q, k = self.rope(q, k, rows.positions, cos_sin)
+        self.write_kv(k, v, k_pages, v_pages, rows.slots)
+        return q
+
     def plan_attention(
         self,
         rows: Rows,

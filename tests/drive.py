@@ -1,5 +1,6 @@
 """A stand-in for the scheduler, for tests of the ranks: it admits, chunks and decodes, and no more."""
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from paceline.workers.runner import Runner
 def make_config(**options: Any) -> Config:
     """float32, one thread, little K/V memory."""
     model_options = {"dtype": options.pop("dtype", "float32"), "max_model_len": options.pop("max_len", 256)}
-    defaults = {"num_threads": 1, "kv_cache_gib": 0.05}
+    backend = os.environ.get("PACELINE_BACKEND", "auto")
+    defaults = {"num_threads": 1, "kv_cache_gib": 0.05, "backend": backend}
     return Config(model=ModelConfig(**model_options), engine=EngineConfig(**(defaults | options)))
 
 

@@ -62,7 +62,7 @@ class WorkerActor:
         assert self._taps is None, "a rank has one tap scratch"
         shape = tap_buffer_shape(tap_layer_ids, ModelSpec.load(self._model_path), self._config)
         name = f"{self._name_prefix}taps-{self._rank}"
-        dtype = compute_dtype(self._config.model.dtype, self._device)
+        dtype = compute_dtype(self._config.model.dtype, self._device, self._config.engine.backend)
         self._taps = SharedTensor.create(name, shape, dtype, self._device)
         self._tap_layer_ids = tap_layer_ids
         return self._taps.descriptor

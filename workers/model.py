@@ -28,8 +28,7 @@ class Layer:
     window: int | None
     input_norm: Tensor
     qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qk_norms: tuple[Tensor, Tensor] | None
     output: Linear
     post_norm: Tensor
     gate_up: Linear
@@ -71,13 +70,15 @@ class Decoder:
     def _load_layer(self, loader: Loader, index: int) -> Layer:
         prefix = f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        has_qk_norm = self.spec.has_qk_norm
         return Layer(
             window=self.spec.windows[index],
             input_norm=loader.vector(f"{prefix}.input_layernorm.weight"),
             qkv=loader.qkv(attention),
-            q_norm=loader.vector(f"{attention}.q_norm.weight") if has_qk_norm else None,
-            k_norm=loader.vector(f"{attention}.k_norm.weight") if has_qk_norm else None,
+            qk_norms=(
+                (loader.vector(f"{attention}.q_norm.weight"), loader.vector(f"{attention}.k_norm.weight"))
+                if self.spec.has_qk_norm
+                else None
+            ),
             output=loader.output(attention),
             post_norm=loader.vector(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=loader.gate_up(mlp),
@@ -131,18 +132,17 @@ class Decoder:
         self, index: int, hidden: Tensor, rows: Rows, plan: AttentionPlan, kv_cache: KvCache
     ) -> Tensor:
         """[N, H] -> [N, heads * D]."""
-        layer, part, dim = self._layers[index], self.partition, self.spec.head_dim
-        q_len, kv_len = part.num_heads * dim, part.num_kv_heads * dim
-        q, k, v = layer.qkv(hidden).split([q_len, kv_len, kv_len], dim=-1)
-        q = q.unflatten(-1, (part.num_heads, dim))
-        k = k.unflatten(-1, (part.num_kv_heads, dim))
-        v = v.unflatten(-1, (part.num_kv_heads, dim))
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = self._backend.rms_norm(q, layer.q_norm, self.spec.rms_norm_eps)
-            k = self._backend.rms_norm(k, layer.k_norm, self.spec.rms_norm_eps)
-        q, k = self._backend.rope(q, k, rows.positions, self._cos_sin)
+        layer = self._layers[index]
         k_pages, v_pages = kv_cache.k_pages[index], kv_cache.v_pages[index]
-        self._backend.write_kv(k, v, k_pages, v_pages, rows.slots)
+        q = self._backend.place_qkv(
+            layer.qkv(hidden),
+            rows,
+            self._cos_sin,
+            k_pages,
+            v_pages,
+            layer.qk_norms,
+            self.spec.rms_norm_eps,
+        )
         return plan.run(q, k_pages, v_pages).flatten(1)
 
     @torch.inference_mode()

@@ -51,7 +51,7 @@ class Runner:
         if self.device.type == "cpu":
             num_cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(threads_per_rank(num_cores, self._collectives.size, engine.num_threads))
-        dtype = compute_dtype(config.model.dtype, self.device)
+        dtype = compute_dtype(config.model.dtype, self.device, engine.backend)
         self.spec = ModelSpec.load(model_path)
         self.max_model_len = max_model_len(self.spec, config.model.max_model_len)
         partition = Partition(self.spec, self.rank, self._collectives.size)
@@ -69,7 +69,7 @@ class Runner:
         self._model = Decoder(
             model_path,
             partition,
-            choose_backend(self.device),
+            choose_backend(self.device, engine.backend),
             self._collectives,
             max_len=self.max_model_len,
             dtype=dtype,

@@ -238,7 +238,7 @@ class _Plan(ctypes.Structure):
         ("num_heads", ctypes.c_int64),
         ("num_kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
-        ("page_size", ctypes.c_int64),
+        ("page_shift", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("is_causal", ctypes.c_bool),
     )
@@ -261,6 +261,7 @@ class NativeAttention:
     ) -> None:
         assert num_heads % num_kv_heads == 0
         assert head_dim <= _MAX_HEAD_DIM
+        assert page_size.bit_count() == 1
         group = num_heads // num_kv_heads
         assert group <= _MAX_TILE_QUERIES
         self._library = library
@@ -288,7 +289,7 @@ class NativeAttention:
             num_heads,
             num_kv_heads,
             head_dim,
-            page_size,
+            page_size.bit_length() - 1,
             window or 0,
             causal,
         )

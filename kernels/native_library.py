@@ -118,7 +118,8 @@ def _compile(compiler: str, isa: Isa, directory: Path) -> None:
     ):
         done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=_TIMEOUT_S)
         if done.returncode != 0:
-            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
+            errors = [line for line in done.stderr.splitlines() if "error" in line]
+            reason = errors[0] if errors else f"exit code {done.returncode}"
             raise ConfigError(
                 f"{compiler} cannot compile the CPU kernels ({reason}); install g++ 12 or newer"
             )

@@ -37,7 +37,8 @@ struct AttentionPlan {
     int64_t table_len;
     int64_t num_tiles;
     int64_t tile_len;             // rows of a tile, fewer at a chunk's end
-    int64_t num_heads, num_kv_heads, head_dim, page_size;
+    int64_t num_heads, num_kv_heads, head_dim;
+    int64_t page_shift;           // log2 of the page size
     int64_t window;               // 0: none
     bool is_causal;
 };
@@ -230,7 +231,8 @@ private:
                 k_rows[key] = v_rows[key] = zeros;
                 continue;
             }
-            const int64_t slot = table[position / plan_.page_size] * plan_.page_size + position % plan_.page_size;
+            const int64_t slot = (table[position >> plan_.page_shift] << plan_.page_shift) +
+                                 (position & ((1 << plan_.page_shift) - 1));
             const int64_t at = (slot * plan_.num_kv_heads + kv_head_) * plan_.head_dim;
             k_rows[key] = layer_.k_pages + at;
             v_rows[key] = layer_.v_pages + at;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kGroupRows = 96;          // rows whose x stays in the second-level cache over all panels
 constexpr int64_t kPrefetchBytes = 1536;    // ahead of the weights being used
-constexpr int64_t kSumLen = 64;             // products summed one after another; a longer sum rounds more
+constexpr int64_t kSumLen = 192;             // products summed one after another; a longer sum rounds more
 constexpr int64_t kMinThreadWork = 1 << 15; // products: below it another thread costs more than it brings
 
 struct Float32 {

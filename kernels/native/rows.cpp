@@ -2,7 +2,6 @@
 //
 // A row is computed by one thread in one order, so its bits do not depend on the other rows.
 
-#include <algorithm>
 #include <cmath>
 
 #include "vector.h"
@@ -14,32 +13,29 @@ constexpr int64_t kMinThreadWork = 1 << 15;  // numbers: below it another thread
 // x / sqrt(mean(x^2) + eps) * weight; `addend`, if there is one, is added to x first and the sum kept in it.
 void norm_row(const float* x, float* addend, const float* weight, int64_t width, float eps, float* out) {
     Vector squares = {};
-    for (int64_t i = 0; i < width; i += kWidth) {
-        const int64_t count = std::min<int64_t>(kWidth, width - i);
-        Vector v = load_some(x + i, count);
+    for_vectors(width, [&](int64_t i, auto count) {
+        Vector v = load(x + i, count);
         if (addend) {
-            v += load_some(addend + i, count);
-            store_some(addend + i, v, count);
+            v += load(addend + i, count);
+            store(addend + i, v, count);
         }
         squares = multiply_add(v, v, squares);
-    }
+    });
     const float* from = addend ? addend : x;
     const Vector scale = broadcast(1.0f / std::sqrt(sum(squares) / width + eps));
-    for (int64_t i = 0; i < width; i += kWidth) {
-        const int64_t count = std::min<int64_t>(kWidth, width - i);
-        store_some(out + i, load_some(from + i, count) * scale * load_some(weight + i, count), count);
-    }
+    for_vectors(width, [&](int64_t i, auto count) {
+        store(out + i, load(from + i, count) * scale * load(weight + i, count), count);
+    });
 }
 
 // Pair (i, i + half) turned by angle i: cos_sin holds `half` cosines, then as many sines. In place is allowed.
 void rotate_head(const float* x, const float* cos_sin, int64_t half, float* out) {
-    for (int64_t i = 0; i < half; i += kWidth) {
-        const int64_t count = std::min<int64_t>(kWidth, half - i);
-        const Vector cos = load_some(cos_sin + i, count), sin = load_some(cos_sin + half + i, count);
-        const Vector first = load_some(x + i, count), second = load_some(x + half + i, count);
-        store_some(out + i, multiply_add(first, cos, -(second * sin)), count);
-        store_some(out + half + i, multiply_add(second, cos, first * sin), count);
-    }
+    for_vectors(half, [&](int64_t i, auto count) {
+        const Vector cos = load(cos_sin + i, count), sin = load(cos_sin + half + i, count);
+        const Vector first = load(x + i, count), second = load(x + half + i, count);
+        store(out + i, multiply_add(first, cos, -(second * sin)), count);
+        store(out + half + i, multiply_add(second, cos, first * sin), count);
+    });
 }
 
 }  // namespace
@@ -99,14 +95,13 @@ void place_qkv(float* qkv, int64_t num_rows, int64_t num_heads, int64_t num_kv_h
 void silu_and_mul(const float* gate_up, int64_t num_rows, int64_t width, float* out, int64_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows * width > kMinThreadWork)
     for (int64_t row = 0; row < num_rows; row++)
-        for (int64_t i = 0; i < width; i += kWidth) {
-            const int64_t count = std::min<int64_t>(kWidth, width - i);
-            const Vector gate = load_some(gate_up + row * 2 * width + i, count);
-            const Vector up = load_some(gate_up + (row * 2 + 1) * width + i, count);
+        for_vectors(width, [&](int64_t i, auto count) {
+            const Vector gate = load(gate_up + row * 2 * width + i, count);
+            const Vector up = load(gate_up + (row * 2 + 1) * width + i, count);
             // exp(-gate) overflows below -88: there silu is 0 within float32's smallest normal number
             const Vector e = exponential(-larger(gate, broadcast(-87.0f)));
-            store_some(out + row * width + i, gate / (broadcast(1.0f) + e) * up, count);
-        }
+            store(out + row * width + i, gate / (broadcast(1.0f) + e) * up, count);
+        });
 }
 
 }

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
+#include <type_traits>
 
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;  // floats
@@ -56,14 +58,22 @@ inline Vector choose(Integers is_first, Vector first, Vector second) {
 
 inline Vector larger(Vector a, Vector b) { return choose(a > b, a, b); }
 
+// Calls body(i, count) for the vectors of a row: count is kWidth, known to the compiler, but for the last.
+template <class Body>
+inline void for_vectors(int64_t length, Body body) {
+    int64_t i = 0;
+    for (; i + kWidth <= length; i += kWidth) body(i, std::integral_constant<int64_t, kWidth>());
+    if (i < length) body(i, length - i);
+}
+
 // The first `count` lanes from memory, zeros in the others; and back.
-inline Vector load_some(const float* from, int64_t count) {
+inline Vector load(const float* from, int64_t count) {
     Vector v = {};
     std::memcpy(&v, from, count * sizeof(float));
     return v;
 }
 
-inline void store_some(float* to, Vector v, int64_t count) { std::memcpy(to, &v, count * sizeof(float)); }
+inline void store(float* to, Vector v, int64_t count) { std::memcpy(to, &v, count * sizeof(float)); }
 
 // exp(x) within 2 units in the last place; exactly 1 at 0, exactly 0 below -87, NaN for NaN. Not for x above 88.
 // x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial is the Taylor series of exp(r) to the seventh power.

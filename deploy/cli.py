@@ -71,6 +71,7 @@ def root(
 @config_command("model", "engine", "server")
 def serve(config: Config) -> None:
     """Serve MODEL over HTTP with OpenAI's API."""
+    from ..kernels.backend import prepare_backend
     from ..workers.spec import ModelSpec
     from .doctor import check_port
     from .startup import StartupView
@@ -85,6 +86,7 @@ def serve(config: Config) -> None:
 
                 view.phase("looking at the drafter")
                 choose_drafter(config, path)
+            prepare_backend(config.engine.device, config.engine.backend, view.phase)
         view.phase("loading the server")
         from .serve import run_server
 
@@ -114,6 +116,7 @@ def generate(
 ) -> None:
     """Generate from prompts with a local engine; no server."""
     from ..cluster.messages import SamplingParams
+    from ..kernels.backend import prepare_backend
     from .startup import StartupView
 
     if config.engine.tensor_parallel_size > 1:
@@ -128,6 +131,7 @@ def generate(
     )
     with StartupView() as view:
         path = resolve_model(config.model.model, config.model.revision, view.phase)
+        prepare_backend(config.engine.device, config.engine.backend, view.phase)
         run_generate(config, path, prompts, params, view, as_json=as_json)
 
 

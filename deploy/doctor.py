@@ -66,6 +66,7 @@ def examine(config: Config) -> Iterator[Finding]:
     """Every finding, in the order a start would meet them."""
     yield from _packages()
     yield from _devices(config)
+    yield from _kernels(config)
     yield from _ray()
     yield _cache()
     yield from _model(config)
@@ -135,6 +136,33 @@ def _devices(config: Config) -> Iterator[Finding]:
             yield Finding("ranks", "warning", text, "the cluster must have the rest")
         else:
             yield Finding("ranks", "problem", text, f"lower --tensor-parallel-size to {num_gpus} or less")
+
+
+def _kernels(config: Config) -> Iterator[Finding]:
+    """Which back end computes on a CPU."""
+    import torch
+
+    from ..kernels.backend import native_isa
+    from ..kernels.native_library import find_compiler, library_path
+
+    if config.engine.device != "cpu" and torch.cuda.is_available():
+        return
+    try:
+        isa = native_isa(torch.device("cpu"), config.engine.backend)
+    except ConfigError as error:
+        text, _, remedy = str(error).partition("; ")
+        yield Finding("kernels", "problem", text, remedy)
+        return
+    if isa is None:
+        yield Finding("kernels", "fine", "torch's")
+    elif library_path(isa).exists():
+        yield Finding("kernels", "fine", f"our own, for {isa}")
+    elif find_compiler() is not None:
+        yield Finding("kernels", "fine", f"our own, for {isa}; compiled once at the first start (about 10 s)")
+    else:
+        level = "problem" if config.engine.backend == "native" else "warning"
+        text = "no C++ compiler, so torch's kernels, which take twice as long"
+        yield Finding("kernels", level, text, "apt-get install g++")
 
 
 def _ray() -> Iterator[Finding]:

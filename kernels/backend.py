@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..cluster.config import BackendChoice
+from ..cluster.config import BackendChoice, Device
 from ..cluster.errors import ConfigError
 from .dtypes import has_bfloat16_products
 from .native_backend import NativeBackend
-from .native_library import find_isa
+from .native_library import Isa, find_isa, library_path
 from .rows import Rows
 from .torch_backend import TorchBackend
 
@@ -108,21 +108,14 @@ class Backend(Protocol):
 
 
 def choose_backend(device: torch.device | str, choice: BackendChoice = "auto") -> Backend:
-    """The back end for a device; call it once, at start.
+    """The back end for a device; call it once, at start. ConfigError for a choice that this machine has not.
 
-    On a CPU whose bfloat16 products would be emulated our kernels are the fastest; one that has instructions
-    for them (AMX, AVX-512 BF16) keeps oneDNN's, which use them. Where the kernels cannot be compiled, torch
-    does the same work more slowly. ConfigError if they were asked for.
+    Where our own kernels cannot be compiled, torch does the same work more slowly.
     """
     device = torch.device(device)
-    isa = find_isa() if device.type == "cpu" else None
-    if choice == "torch" or (choice == "auto" and (isa is None or has_bfloat16_products())):
-        return TorchBackend(device)
+    isa = native_isa(device, choice)
     if isa is None:
-        raise ConfigError(
-            f"backend is native, which needs a CPU with AVX2 or AVX-512, and the device is {device.type}; "
-            "choose auto or torch"
-        )
+        return TorchBackend(device)
     try:
         return NativeBackend(isa)
     except ConfigError as error:
@@ -130,3 +123,30 @@ def choose_backend(device: torch.device | str, choice: BackendChoice = "auto") -
             raise
         log.warning("Using torch's kernels, which are slower: %s", error)
         return TorchBackend(device)
+
+
+def native_isa(device: torch.device, choice: BackendChoice) -> Isa | None:
+    """The instruction set that our own kernels are to use on a device; None where torch's are.
+
+    On a CPU whose bfloat16 products would be emulated ours are the fastest; one that has instructions for
+    them (AMX, AVX-512 BF16) keeps oneDNN's, which use them. ConfigError if ours are asked for and cannot run.
+    """
+    isa = find_isa() if device.type == "cpu" else None
+    if choice == "torch" or (choice == "auto" and has_bfloat16_products()):
+        return None
+    if isa is None and choice == "native":
+        raise ConfigError(
+            f"backend is native, which needs a CPU with AVX2 or AVX-512, and the device is {device.type}; "
+            "choose auto or torch"
+        )
+    return isa
+
+
+def prepare_backend(device: Device, choice: BackendChoice, report: Callable[[str], None]) -> None:
+    """Compile now, while somebody watches, what `choose_backend` would compile in an engine's processes."""
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        return
+    isa = native_isa(torch.device("cpu"), choice)
+    if isa is not None and not library_path(isa).exists():
+        report("compiling the CPU kernels (once, about 10 s)")
+        choose_backend("cpu", choice)

@@ -1,6 +1,7 @@
 """The dtype that weights of a configured dtype are computed in, chosen once at start from the device."""
 
 import torch
+from torch import Tensor
 
 from ..cluster.config import BackendChoice, Dtype
 
@@ -12,12 +13,21 @@ def compute_dtype(configured: Dtype, device: torch.device, backend: BackendChoic
 
     An emulated product of 8 rows or more takes two to three times as long as the float32 one of the same
     weights. A single row would be faster by a third, but its bits would then depend on how many rows share a
-    step; in float32 they do not. Our own kernels compute in float32 only; they keep the weights of products in
-    bfloat16, torch's take twice the memory.
+    step; in float32 they do not. Our own kernels compute in float32 only, from weights kept in bfloat16;
+    torch's weights take twice the memory.
     """
     if device.type == "cpu" and (backend == "native" or not has_bfloat16_products()):
         return torch.float32
     return _DTYPES[configured]
+
+
+def narrowed(weight: Tensor) -> Tensor:
+    """A float32 weight [rows, columns] in bfloat16 if that loses no bit of it, else as it is."""
+    parts = weight.split(4096)  # the check takes little memory, and ends at the first that differs
+    is_exact = weight.dtype == torch.float32 and all(
+        torch.equal(part.bfloat16().float(), part) for part in parts
+    )
+    return weight.bfloat16() if is_exact else weight
 
 
 def has_bfloat16_products() -> bool:

@@ -1,4 +1,4 @@
-"""The back end for CPUs in kernels of our own (`native/`): float32 throughout, weights in bfloat16 if they are.
+"""The back end for CPUs in kernels of our own (`native/`): float32, over weights in bfloat16 if they are.
 
 A weight whose every value is a bfloat16 is stored as such and expanded in registers: half the memory to read
 per step, and the same bits as from float32. What a row becomes depends on nothing but the row.
@@ -14,7 +14,7 @@ from torch import Tensor
 from .native_library import Isa, load_library
 from .rows import Rows
 
-_SLAB_BYTES = 32 << 20
+_SLAB_BYTES = 256 << 20  # of addresses; memory is taken where it is written to
 _ALIGNMENT = 64
 _MAX_TILE_QUERIES = 48  # kQueries of attention.cpp
 _MAX_HEAD_DIM = 256

@@ -69,7 +69,7 @@ def find_isa() -> Isa | None:
 
 @functools.cache
 def load_library(isa: Isa) -> ctypes.CDLL:
-    """The kernels for an instruction set, compiled if need be. ConfigError, with its remedy, if they cannot."""
+    """The kernels for an instruction set, compiled if need be; ConfigError with its remedy if that fails."""
     path = library_path(isa)
     try:
         if not path.exists():
@@ -94,8 +94,12 @@ def library_path(isa: Isa) -> Path:
     return cache_dir() / "kernels" / f"{isa}-{digest.hexdigest()[:16]}.so"
 
 
+def find_compiler() -> str | None:
+    return next(filter(None, map(shutil.which, _COMPILERS)), None)
+
+
 def _compile_once(isa: Isa, path: Path) -> None:
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    compiler = find_compiler()
     if compiler is None:
         raise ConfigError("the CPU kernels need a C++ compiler; install g++ (apt-get install g++)")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +107,7 @@ def _compile_once(isa: Isa, path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
             return
-        log.warning("Compiling the CPU kernels (once, about 10 s)")
+        log.info("Compiling the CPU kernels (once, about 10 s)")
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             _compile(compiler, isa, Path(directory))
             os.rename(Path(directory, "kernels.so"), path)

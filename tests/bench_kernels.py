@@ -1,9 +1,9 @@
 """What a step costs on this CPU and where the time goes, with our kernels and with torch's.
 
-Run `python tests/bench_kernels.py [--rows 1 8 32] [--context 200] [--threads 2] [--rounds 20]`; prints a table
-in Markdown. Both back ends live in this process and take turns, so that a busy machine disturbs both alike;
-a figure is that of the fastest round, in milliseconds. With one thread it is processor time, which a busy
-machine disturbs less. The bandwidth is that of summing 1 GiB with as many threads.
+Run `python tests/bench_kernels.py [--rows 1 8 32] [--context 200] [--threads 2] [--rounds 20]`; prints a
+table in Markdown. Both back ends live in this process and take turns, so that a busy machine disturbs both
+alike; a figure is that of the fastest round, in milliseconds. With one thread it is processor time, which a
+busy machine disturbs less. The bandwidth is that of summing 1 GiB with as many threads.
 
 products: the linears of all layers; head: that of the vocabulary; attention: its plan too; small: norms,
 rotation, activation, K/V writes; sampler: from logits to tokens; rest: the Python in between.
@@ -12,7 +12,7 @@ rotation, activation, K/V writes; sampler: from logits to tokens; rest: the Pyth
 import argparse
 import dataclasses
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Clock:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ def main() -> None:
     print("| rows | back end | step |", " | ".join((*PARTS, "rest")), "|")
     print("|---" * (4 + len(PARTS)) + "|")
     for rows in options.rows:
-        steps = {
+        steps: dict[BackendChoice, Steps] = {
             name: Steps(path, name, options.threads, rows, options.context, options.rounds)
             for name in BACKENDS
         }

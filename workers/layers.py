@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..cluster.checkpoint import Checkpoint
 from ..kernels.backend import Backend
+from ..kernels.dtypes import narrowed
 from .collectives import Collectives
 from .spec import ModelSpec
 
@@ -142,17 +143,18 @@ class Embedding:
     """Token ids to their vectors, over all ranks."""
 
     def __init__(self, weight: Tensor, partition: Partition, collectives: Collectives) -> None:
-        self.weight = weight  # [num_ids, hidden]
+        self.weight = narrowed(weight)  # [num_ids, hidden]
+        self._dtype = weight.dtype
         self._partition = partition
         self._collectives = collectives
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[N] -> [N, hidden]; a new tensor."""
         if self._partition.size == 1:
-            return self.weight[token_ids]
+            return self.weight[token_ids].to(self._dtype)
         local = token_ids - self._partition.first_id
         is_here = (local >= 0) & (local < self._partition.num_ids)
-        vectors = self.weight[local.clamp(0, self._partition.num_ids - 1)]
+        vectors = self.weight[local.clamp(0, self._partition.num_ids - 1)].to(self._dtype)
         return self._collectives.all_reduce(vectors.masked_fill_(~is_here[:, None], 0))
 
 

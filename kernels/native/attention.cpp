@@ -21,6 +21,7 @@ constexpr int64_t kBlock = 64;     // keys
 constexpr int64_t kPart = 512;     // keys
 constexpr int64_t kQueries = 48;   // of a tile: rows times heads of a group
 constexpr int64_t kMaxDim = 256;   // of a head
+constexpr int64_t kLine = 16;      // floats of a cache line
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 }  // namespace
@@ -99,6 +100,7 @@ inline void swap_lanes(Vector& a, Vector& b, std::integer_sequence<int, kLane...
 template <int kDistance = 1>
 inline void transpose(Vector (&v)[kWidth]) {
     if constexpr (kDistance < kWidth) {
+#pragma GCC unroll 16
         for (int i = 0; i < kWidth; i++)
             if (!(i & kDistance))
                 swap_lanes<kDistance>(v[i], v[i + kDistance], std::make_integer_sequence<int, kWidth>());
@@ -203,7 +205,7 @@ private:
         const float* v_rows[kBlock];
         locate(block, begin, end, k_rows, v_rows);
         const int64_t num_panels = (end - block + kPanel - 1) / kPanel, first_panel = (begin - block) / kPanel;
-        transpose_keys(k_rows, first_panel * kPanel, num_panels * kPanel);
+        transpose_keys(k_rows, v_rows, first_panel * kPanel, num_panels * kPanel);
         for (int64_t panel = first_panel; panel < num_panels; panel++) {
             float* scores = scores_ + panel * kPanel;
             for (int64_t query = 0; query < num_queries_; query++)
@@ -213,6 +215,7 @@ private:
                         [keys](int64_t k) { return keys + k * kBlock; });
         }
         for (int64_t query = 0; query < num_queries_; query++) weigh(query, block, partial);
+        fetch_keys(end, std::min(end_, end + kBlock));
         const float* const* rows = v_rows + (begin - block);
         for (int64_t column = 0; column < padded_dim_; column += kPanel)
             add_product(num_queries_, scores_ + (begin - block), kBlock, end - begin,
@@ -223,7 +226,6 @@ private:
     // Where the block's K and V rows are, each followed by whole vectors; zeros for keys that nobody sees.
     void locate(int64_t block, int64_t begin, int64_t end, const float** k_rows, const float** v_rows) {
         static const float zeros[kMaxDim] = {};
-        const int64_t* table = plan_.page_tables + chunk_ * plan_.table_len;
         const bool is_padded = padded_dim_ != plan_.head_dim;
         for (int64_t key = 0; key < kBlock; key++) {
             const int64_t position = block + key;
@@ -231,9 +233,7 @@ private:
                 k_rows[key] = v_rows[key] = zeros;
                 continue;
             }
-            const int64_t slot = (table[position >> plan_.page_shift] << plan_.page_shift) +
-                                 (position & ((1 << plan_.page_shift) - 1));
-            const int64_t at = (slot * plan_.num_kv_heads + kv_head_) * plan_.head_dim;
+            const int64_t at = place_of(position);
             k_rows[key] = layer_.k_pages + at;
             v_rows[key] = layer_.v_pages + at;
             if (is_padded) {
@@ -249,13 +249,31 @@ private:
         return to;
     }
 
-    // keys_ [head_dim, kBlock]
-    void transpose_keys(const float* const* k_rows, int64_t first, int64_t end) {
+    // Where the K or V of a position and of this head begins in its pool.
+    int64_t place_of(int64_t position) const {
+        const int64_t page = plan_.page_tables[chunk_ * plan_.table_len + (position >> plan_.page_shift)];
+        const int64_t offset = position & ((int64_t{1} << plan_.page_shift) - 1);
+        return (((page << plan_.page_shift) + offset) * plan_.num_kv_heads + kv_head_) * plan_.head_dim;
+    }
+
+    // Ask memory for the keys of the next block while this one's values are summed.
+    void fetch_keys(int64_t begin, int64_t end) const {
+        for (int64_t position = begin; position < end; position++) {
+            const float* row = layer_.k_pages + place_of(position);
+            for (int64_t dim = 0; dim < plan_.head_dim; dim += kLine) __builtin_prefetch(row + dim);
+        }
+    }
+
+    // keys_ [head_dim, kBlock]; meanwhile memory is asked for the values.
+    void transpose_keys(const float* const* k_rows, const float* const* v_rows, int64_t first, int64_t end) {
         for (int64_t key = first; key < end; key += kWidth)
             for (int64_t dim = 0; dim < plan_.head_dim; dim += kWidth) {
                 Vector square[kWidth];
+                for (int i = 0; i < kWidth; i++) __builtin_prefetch(v_rows[key + i] + dim);
+#pragma GCC unroll 16
                 for (int i = 0; i < kWidth; i++) square[i] = load(k_rows[key + i] + dim);
                 transpose(square);
+#pragma GCC unroll 16
                 for (int i = 0; i < kWidth; i++) store(keys_ + (dim + i) * kBlock + key, square[i]);
             }
     }

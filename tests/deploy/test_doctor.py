@@ -16,6 +16,7 @@ from paceline.cluster.config import Config, EngineConfig, ModelConfig, ServerCon
 from paceline.cluster.errors import ConfigError
 from paceline.deploy import doctor
 from paceline.deploy.doctor import Finding, check_port, examine, run_doctor
+from paceline.kernels import backend, native_library
 
 GIB = 1 << 30
 
@@ -47,7 +48,18 @@ def test_all_is_well(config: Config) -> None:
     assert run_doctor(config, Console(file=output, width=200))
     assert "`paceline serve` can start" in output.getvalue()
     subjects = {finding.subject for finding in examine(config)}
-    assert subjects >= {"python", "packages", "cpu", "ray", "cache", "model", "drafter", "fit", "port"}
+    assert subjects >= {
+        "python",
+        "packages",
+        "cpu",
+        "kernels",
+        "ray",
+        "cache",
+        "model",
+        "drafter",
+        "fit",
+        "port",
+    }
 
 
 def test_every_problem_has_a_remedy_and_fails(config: Config, tmp_path: Path) -> None:
@@ -142,3 +154,16 @@ def test_check_port_leaves_the_port_usable() -> None:
             check_port("127.0.0.1", port)
     check_port("127.0.0.1", port)
     socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_kernels_without_a_compiler_are_torchs(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "native_isa", lambda _device, _choice: "avx2")
+    assert _kernels_finding(config).level == "fine"
+    monkeypatch.setattr(native_library, "find_compiler", lambda: None)
+    assert _kernels_finding(config).level == "warning"
+    finding = _kernels_finding(_with(config, "engine", backend="native"))
+    assert (finding.level, finding.remedy) == ("problem", "apt-get install g++")
+
+
+def _kernels_finding(config: Config) -> Finding:
+    return next(finding for finding in examine(config) if finding.subject == "kernels")

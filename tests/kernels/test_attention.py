@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 
+import back_ends
 import pytest
 import torch
 from torch import Tensor
 
 from paceline.kernels import reference
-from paceline.kernels.backend import Backend, choose_backend
+from paceline.kernels.backend import Backend
 from paceline.kernels.rows import Rows
 
 PAGE = 16
@@ -28,9 +29,9 @@ MIXES = {
 }
 
 
-@pytest.fixture
-def backend() -> Backend:
-    return choose_backend("cpu")
+@pytest.fixture(params=back_ends.NAMES)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return back_ends.make_backend(request.param)
 
 
 def make_rows(chunks: Sequence[tuple[int, int]], seed: int = 0) -> tuple[Rows, int]:
@@ -80,7 +81,7 @@ def attend(
     return plan.run(q, k_pages, v_pages)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("backend", "dtype"), back_ends.COMPUTED, indirect=["backend"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("mix", MIXES)
 def test_equals_reference(backend: Backend, mix: str, causal: bool, dtype: torch.dtype) -> None:
@@ -162,7 +163,7 @@ def test_a_non_finite_sequence_harms_only_itself(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("backend", "dtype"), back_ends.COMPUTED, indirect=["backend"])
 def test_same_bits_in_any_batch(backend: Backend, dtype: torch.dtype, window: int | None) -> None:
     """A row's output is bitwise the same alone, in a batch, in a drafted block, and in a prefill chunk."""
     length = 530  # crosses a key block

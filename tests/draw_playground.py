@@ -12,8 +12,8 @@ from browser import Tab, chromium
 from PIL import Image
 
 PROMPTS = (
-    "Count from one to ten in words, each followed by a comma. Then do it again, twice.",
-    "Write a Python class for a bicycle with a name, a speed, and methods to speed up and slow down.",
+    "What is a paceline in cycling?",
+    "Write a Python class for a rider with a name, a speed, and methods to speed up and slow down.",
 )
 WIDTH, HEIGHT = 1280, 860
 
@@ -21,12 +21,11 @@ WIDTH, HEIGHT = 1280, 860
 def converse(tab: Tab, url: str) -> None:
     tab.look(width=WIDTH, height=HEIGHT, scale=1.5)
     tab.open(f"{url}/")
-    tab.wait("document.querySelector('#prompt').value === '' && !document.querySelector('#send').hidden")
-    tab.wait("document.querySelector('#context').textContent !== '0' || document.fonts.ready")
+    tab.wait("document.querySelector('#model').textContent !== 'connecting'")
     tab.eval(
         "Object.assign(document.querySelector('#temperature'), {value: 0}).dispatchEvent(new Event('input'))"
     )
-    tab.eval("document.querySelector('[name=max_tokens]').value = 230, 0")
+    tab.eval("document.querySelector('[name=max_tokens]').value = 190, 0")
     for number, prompt in enumerate(PROMPTS, 1):
         tab.eval("document.querySelector('#prompt').focus()")
         tab.type(prompt)

@@ -36,7 +36,7 @@ function show(text) {
     if (state) states[state] = (states[state] ?? 0) + 1;
   }
   const used = sums["paceline:num_pages"] - sums["paceline:num_free_pages"];
-  put("engine-requests", `${sums["vllm:num_requests_running"]} run, ${sums["vllm:num_requests_waiting"]} wait`);
+  put("engine-requests", `${sums["vllm:num_requests_running"]} running, ${sums["vllm:num_requests_waiting"]} waiting`);
   put("engine-pages", `${used.toLocaleString("en")} of ${sums["paceline:num_pages"].toLocaleString("en")}`);
   const told = Object.entries(states).map(([state, count]) => (count > 1 ? `${count} ${state}` : state));
   put("engine-drafter", told.join(", ") || "none");

@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...cluster.config import Config
-from ...cluster.errors import ConfigError, EngineError, PacelineError
+from ...cluster.errors import ConfigError, EngineError, PacelineError, UserError
 from ...cluster.model_source import resolve_model
 from ...cluster.placement import REPLICA_CPUS, bundles, rank_device, strategy_for
 from ..api.app import create_app
@@ -97,9 +97,8 @@ class ReplicaPool:
         member = await self._take()
         try:
             response = await member.actor.answer.remote(line)
-            if (
-                response["status_code"] == 503
-            ):  # its engine has given up; it would take every line and fail it
+            if response["status_code"] == 503:
+                # Its engine has given up: always free, it would be given every line, and fail it.
                 await self._lose(member, EngineError("its engine serves no more"))
                 raise AnswererLost("a replica was lost")
             self._num_losses = 0
@@ -186,14 +185,12 @@ class ReplicaPool:
                 self._num_max = max(1, self.num_up)
                 self._num_min = min(self._num_min, self._num_max)
                 await self._lose(member, error)
-            elif isinstance(cause, PacelineError):
+            elif isinstance(cause, UserError):
                 await self._fail(cause)
             else:
                 await self._lose(member, error)
         except TimeoutError:
-            await self._fail(
-                ConfigError("the cluster has no room for a replica; add nodes or stop what runs")
-            )
+            await self._fail(ConfigError("the cluster has no room for an engine; add nodes or free some"))
         else:
             member.is_up, member.idle_since = True, time.monotonic()
             async with self._news:
@@ -220,11 +217,11 @@ class ReplicaPool:
             self._news.notify_all()
 
     async def _end(self, member: _Member) -> None:
-        member.is_up = False
+        was_up, member.is_up = member.is_up, False
         if member in self._members:
             self._members.remove(member)
         try:
-            if member.actor is not None:
+            if was_up:
                 with contextlib.suppress(RayError, TimeoutError):
                     await asyncio.wait_for(member.actor.close.remote(), CLOSE_S)
         finally:

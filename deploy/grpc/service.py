@@ -9,7 +9,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from grpc_health.v1 import health_pb2
 
@@ -36,6 +36,8 @@ THREADED_REQUEST_BYTES = 16 << 10  # longer requests are tokenized beside the ev
 WATCH_S = 1.0  # how often the health of a watched service is looked at
 
 _HealthStatus = health_pb2.HealthCheckResponse.ServingStatus
+# Newer than the types that pyright has of this package.
+_HealthListResponse: Any = health_pb2.HealthListResponse  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Keys(Protocol):
@@ -112,12 +114,10 @@ class GrpcMethods:
             answer_error(grpc_context, error)
         return health_pb2.HealthCheckResponse(status=self._health(request.service))
 
-    async def List(
-        self, request: health_pb2.HealthListRequest, grpc_context: CallContext
-    ) -> health_pb2.HealthListResponse:
+    async def List(self, request: Any, grpc_context: CallContext) -> Any:
         del request, grpc_context
         statuses = {name: health_pb2.HealthCheckResponse(status=self._health(name)) for name in ("", SERVICE)}
-        return health_pb2.HealthListResponse(statuses=statuses)
+        return _HealthListResponse(statuses=statuses)
 
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, grpc_context: CallContext

@@ -40,7 +40,7 @@ class Door:
         self.engine = engine
         self.methods = methods
         self.stub = PacelineStub(channel)
-        self.health = health_pb2_grpc.HealthStub(channel)
+        self.health: Any = health_pb2_grpc.HealthStub(channel)
 
     async def idle(self) -> None:
         async with asyncio.timeout(5):
@@ -51,7 +51,8 @@ class Door:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await (_drained(call) if hasattr(call, "__aiter__") else call)
         error = refusal.value
-        return error.code(), dict(error.trailing_metadata() or ()), error.details() or ""
+        trailers = {str(key): str(value) for key, value in error.trailing_metadata() or ()}
+        return error.code(), trailers, error.details() or ""
 
 
 async def opened(path: Path, keys: OneKey | None, abandoned_s: float) -> AsyncIterator[Door]:

@@ -15,13 +15,14 @@ from grpc_health.v1 import health_pb2
 
 from ...cluster.errors import EngineError, RequestError
 from ..api.accounting import Account
-from ..api.app import as_request_error
 from ..api.front import Front
 from ..api.guard import ReadAhead
 from ..api.replies import Gathered, Piece
 from ..api.streaming import merge, stream_choice
 from ..api.validate import Job
+from ..tracing import RequestTrace
 from . import paceline_pb2 as pb
+from .calls import answering
 from .replies import chunk_of, usage_of, whole
 from .requests import prepare, prepare_tokens
 from .status import CallContext, answer_error, metadata
@@ -57,54 +58,48 @@ class GrpcMethods:
         self._calls: dict[str, ReadAhead[Piece]] = {}  # by the client's request_id, for Abort
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: CallContext) -> pb.GenerateResponse:
-        tokenizer = self._front.served.tokenizer
-        try:
+        served = self._front.served
+        with answering(self._front, f"/{SERVICE}/Generate", grpc_context) as record:
             job = await self._prepare(request, grpc_context, is_stream=False)
             reply_id, account = f"gen-{uuid.uuid4().hex}", Account(job)
+            record.usage = account.usage
             choices = [Gathered() for _ in job.choices]
-            async with self._open(request, reply_id, job) as pieces:
+            async with self._open(request, reply_id, job, record.trace) as pieces:
                 async for piece in pieces:
                     choices[piece.index].add(piece)
                     account.add(piece)
-            return whole(reply_id, self._front.served.name, choices, account, tokenizer)
-        except Exception as error:
-            answer_error(grpc_context, as_request_error(error))
-            return pb.GenerateResponse()
+            return whole(reply_id, served.name, choices, account, served.tokenizer)
+        return pb.GenerateResponse()
 
     async def GenerateStream(
         self, request: pb.GenerateRequest, grpc_context: CallContext
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
         tokenizer = self._front.served.tokenizer
-        try:
+        with answering(self._front, f"/{SERVICE}/GenerateStream", grpc_context) as record:
             job = await self._prepare(request, grpc_context, is_stream=True)
             reply_id, account = f"gen-{uuid.uuid4().hex}", Account(job)
-            async with self._open(request, reply_id, job) as pieces:
+            record.usage = account.usage
+            async with self._open(request, reply_id, job, record.trace) as pieces:
                 async for piece in pieces:
                     account.add(piece)
                     yield chunk_of(reply_id, piece, tokenizer)
             yield pb.GenerateChunk(id=reply_id, usage=usage_of(account))
-        except Exception as error:
-            answer_error(grpc_context, as_request_error(error))
 
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: CallContext) -> pb.TokenizeResponse:
-        try:
+        answer = pb.TokenizeResponse(max_model_len=self._front.served.max_model_len)
+        with answering(self._front, f"/{SERVICE}/Tokenize", grpc_context):
             self._admit(request.ByteSize(), grpc_context)
-            ids = await asyncio.to_thread(prepare_tokens, request, self._front.served)
-            return pb.TokenizeResponse(token_ids=ids, max_model_len=self._front.served.max_model_len)
-        except Exception as error:
-            answer_error(grpc_context, as_request_error(error))
-            return pb.TokenizeResponse()
+            answer.token_ids.extend(await asyncio.to_thread(prepare_tokens, request, self._front.served))
+        return answer
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: CallContext) -> pb.AbortResponse:
-        try:
+        answer = pb.AbortResponse()
+        with answering(self._front, f"/{SERVICE}/Abort", grpc_context):
             self._admit(request.ByteSize(), grpc_context)
-        except RequestError as error:
-            answer_error(grpc_context, error)
-            return pb.AbortResponse()
-        pieces = self._calls.get(request.request_id)
-        if pieces is not None:
-            pieces.stop(RequestError("the request was aborted", status=499, code="aborted"))
-        return pb.AbortResponse(is_aborted=pieces is not None)
+            if (pieces := self._calls.get(request.request_id)) is not None:
+                pieces.stop(RequestError("the request was aborted", status=499, code="aborted"))
+                answer.is_aborted = True
+        return answer
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: CallContext
@@ -162,7 +157,7 @@ class GrpcMethods:
 
     @asynccontextmanager
     async def _open(
-        self, request: pb.GenerateRequest, reply_id: str, job: Job
+        self, request: pb.GenerateRequest, reply_id: str, job: Job, trace: RequestTrace | None
     ) -> AsyncIterator[ReadAhead[Piece]]:
         """The pieces of all choices, under the name that Abort knows."""
         front, name = self._front, request.request_id
@@ -172,13 +167,14 @@ class GrpcMethods:
                 code="duplicate_request_id",
                 param="request_id",
             )
+        front.metrics.num_choices.observe(job.num_per_prompt)
         streams = [
             stream_choice(
                 front.source,
                 front.served.tokenizer,
                 f"{reply_id}-{choice.index}",
                 choice,
-                front.metrics.start(),
+                front.metrics.start(len(choice.prompt_ids), choice.params.max_tokens, trace),
             )
             for choice in job.choices
         ]

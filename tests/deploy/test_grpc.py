@@ -299,6 +299,19 @@ async def test_a_slow_reader_who_reads_is_served() -> None:
     assert got == list(range(3 * NUM_AHEAD))
 
 
+async def test_each_call_is_counted_and_logged_without_its_text(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "paceline.requests")
+    await door.stub.Generate(text())
+    await door.refused(door.stub.GenerateStream(text(top_p=3)))
+    good, bad = (record.__dict__["fields"] for record in caplog.records)
+    assert (good["route"], good["status"]) == (f"/{SERVICE}/Generate", 200)
+    assert good["completion_tokens"] > 5
+    assert (bad["route"], bad["status"]) == (f"/{SERVICE}/GenerateStream", 400)
+    assert "fox" not in caplog.text
+
+
 async def test_health_and_its_watch(door: Door) -> None:
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     for service in ("", SERVICE):

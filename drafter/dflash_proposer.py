@@ -55,8 +55,9 @@ class DFlashProposer:
                 f"({page_bytes(spec, page_size, dtype)} bytes); give the drafter more memory"
             )
         weights = load_weights(path, spec, target, dtype, device)
+        choice = backend if dtype == torch.float32 else "torch"  # our own kernels know no other
         network = DFlash(
-            spec, target, weights, choose_backend(device, backend), num_pages=num_pages, page_size=page_size
+            spec, target, weights, choose_backend(device, choice), num_pages=num_pages, page_size=page_size
         )
         return cls(network, num_pages, page_size)
 

@@ -101,7 +101,6 @@ class ScriptedEngine:
         self.params.append(params)
         self.salts.append(cache_salt)
         self.draft_limits.append(max_draft_tokens)
-        step_s = {"draft_s": 0.002, "verify_s": 0.01} if is_traced else {}
         self.prompts.append(list(prompt_ids))
         is_finished = False
         try:
@@ -129,7 +128,8 @@ class ScriptedEngine:
                     num_accepted=len(chunk) - 1 if first else 0,
                     num_cached_tokens=0 if first else self.num_cached_tokens,
                     queue_s=0.0 if first else 0.001,
-                    **step_s,
+                    draft_s=0.002 if is_traced else 0.0,
+                    verify_s=0.01 if is_traced else 0.0,
                 )
         finally:
             self.live.remove(request_id)

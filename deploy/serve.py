@@ -189,8 +189,6 @@ def _set_ingress_environment(scratch: Path, server: ServerConfig) -> None:
             # Serve replaces a sick replica by its own checks; HAProxy's must not mistake a busy one for it.
             "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "5",
             "RAY_SERVE_HAPROXY_HEALTH_CHECK_FASTINTER": "2s",
-            # One event loop: a second one for our application costs each streamed token two wake-ups.
-            "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
             # Serve's 30 s are for load balancers beyond our ingress, which has to learn of nothing.
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         }

@@ -27,7 +27,7 @@ DEPLOYMENT_NAME = "paceline"
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 15.0
 SPARE_REQUESTS = 64  # above what the engine takes, so that the engine's own 429 answers, not Serve's queue
-METRICS_TIMEOUT_S = 5.0  # for the replicas that a scrape was not handed to
+BROADCAST_TIMEOUT_S = 5.0  # for the replicas that a scrape or an abort was not handed to
 CLOSE_S = 10.0  # for the engine's processes, after the streams have ended
 
 
@@ -43,7 +43,7 @@ class Server(GrpcMethods):
         front = replace(front_of(config, path, self._engine, replica), render_all=self._render_all)
         self._front = front
         self._app = create_app(front)
-        self.open_grpc(front)
+        self.open_grpc(front, abort_elsewhere=self._abort_elsewhere)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
@@ -63,11 +63,16 @@ class Server(GrpcMethods):
 
     async def _render_all(self) -> Sequence[bytes]:
         # The ingress hands a scrape to any replica, so each must be able to answer for all.
+        return await self._broadcast("render_metrics")
+
+    async def _abort_elsewhere(self, request_id: str) -> Sequence[bool]:
+        return await self._broadcast("abort_request", request_id)
+
+    async def _broadcast(self, method: str, *args: Any) -> Sequence[Any]:
+        """What every replica answers."""
         context = serve.get_replica_context()
         handle = serve.get_deployment_handle(context.deployment, context.app_name)
-        return await asyncio.to_thread(
-            handle.broadcast("render_metrics").results, timeout_s=METRICS_TIMEOUT_S
-        )
+        return await asyncio.to_thread(handle.broadcast(method, *args).results, timeout_s=BROADCAST_TIMEOUT_S)
 
     async def __del__(self) -> None:
         # Serve calls this after the last stream has ended, or when `drain_s` is over.

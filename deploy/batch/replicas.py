@@ -161,8 +161,8 @@ class ReplicaPool:
     def _add(self) -> None:
         engine = self._config.engine
         device = rank_device(engine)
-        size = engine.tensor_parallel_size
-        member = _Member(placement_group(bundles(size, device), strategy=strategy_for(size, device)))
+        wanted = bundles(engine.tensor_parallel_size, device)
+        member = _Member(placement_group(wanted, strategy=strategy_for(engine, device)))
         self._members.append(member)
         task = asyncio.create_task(self._start(member))
         self._starting.add(task)

@@ -80,7 +80,7 @@ class PacelineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request of the replica that answers, from whatever connection it came.
+        """Ends a request by its name, from whatever connection it came.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -7,7 +7,7 @@ methods also work as a servicer of grpc.aio, which is how most tests run them.
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Protocol
 
@@ -52,8 +52,15 @@ class Keys(Protocol):
 class GrpcMethods:
     """The RPCs by their names in the proto files. Whoever inherits calls `open_grpc` before the first one."""
 
-    def open_grpc(self, front: Front, keys: Keys | None = None) -> None:
+    def open_grpc(
+        self,
+        front: Front,
+        keys: Keys | None = None,
+        abort_elsewhere: Callable[[str], Awaitable[Sequence[bool]]] | None = None,
+    ) -> None:
+        """`abort_elsewhere` asks the other replicas for `abort_request`: an Abort comes to any of them."""
         self._front = front
+        self._abort_elsewhere = abort_elsewhere
         self._keys = keys  # None: whoever reaches the port may call
         self._calls: dict[str, ReadAhead[Piece]] = {}  # by the client's request_id, for Abort
 
@@ -96,10 +103,17 @@ class GrpcMethods:
         answer = pb.AbortResponse()
         with answering(self._front, f"/{SERVICE}/Abort", grpc_context):
             self._admit(request.ByteSize(), grpc_context)
-            if (pieces := self._calls.get(request.request_id)) is not None:
-                pieces.stop(RequestError("the request was aborted", status=499, code="aborted"))
-                answer.is_aborted = True
+            answer.is_aborted = await self.abort_request(request.request_id)
+            if not answer.is_aborted and self._abort_elsewhere is not None:
+                answer.is_aborted = any(await self._abort_elsewhere(request.request_id))
         return answer
+
+    async def abort_request(self, request_id: str) -> bool:
+        """End the request of this name if it runs here."""
+        pieces = self._calls.get(request_id)
+        if pieces is not None:
+            pieces.stop(RequestError("the request was aborted", status=499, code="aborted"))
+        return pieces is not None
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: CallContext

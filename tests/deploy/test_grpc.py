@@ -36,7 +36,10 @@ async def _drained(call: Any) -> None:
 class Door:
     """A server, a channel to it, and the engine behind it."""
 
-    def __init__(self, engine: ScriptedEngine, methods: GrpcMethods, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, path: Path, engine: ScriptedEngine, methods: GrpcMethods, channel: grpc.aio.Channel
+    ) -> None:
+        self.path = path
         self.engine = engine
         self.methods = methods
         self.stub = PacelineStub(channel)
@@ -65,7 +68,7 @@ async def opened(path: Path, keys: OneKey | None, abandoned_s: float) -> AsyncIt
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Door(engine, methods, channel)
+        yield Door(path, engine, methods, channel)
     await server.stop(1)
 
 
@@ -235,6 +238,19 @@ async def test_abort_by_name_from_another_call(door: Door) -> None:
     assert (status, trailers["paceline-code"]) == (grpc.StatusCode.CANCELLED, "aborted")
     await door.idle()
     assert not (await door.stub.Abort(pb.AbortRequest(request_id="mine"))).is_aborted
+
+
+async def test_abort_asks_the_other_replicas(door: Door) -> None:
+    asked: list[str] = []
+
+    async def elsewhere(request_id: str) -> list[bool]:
+        asked.append(request_id)
+        return [False, request_id == "theirs"]
+
+    door.methods.open_grpc(scripted_front(door.path)[0], abort_elsewhere=elsewhere)
+    assert (await door.stub.Abort(pb.AbortRequest(request_id="theirs"))).is_aborted
+    assert not (await door.stub.Abort(pb.AbortRequest(request_id="nobody's"))).is_aborted
+    assert asked == ["theirs", "nobody's"]
 
 
 async def test_a_stream_that_nobody_reads_is_ended() -> None:

@@ -25,6 +25,7 @@ HELP = {
     "max_model_len": "tokens per sequence, prompt and output together",
     "tensor_parallel_size": "ranks that share the model",
     "device": "where the ranks compute",
+    "backend": "kernels on CPU: ours where they are the fastest, else torch's (auto), or only the ones named",
     "num_threads": "CPU threads per rank",
     "max_num_seqs": "sequences in one step",
     "max_num_batched_tokens": "rows in one step, prefill and decode together",

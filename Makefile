@@ -64,10 +64,10 @@ chart: $(DEV_READY) ## the chart's README table, dashboard and golden renders, m
 	@UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/helm -k as_before
 
 bench: $(READY) ## throughput and latency of this checkout on this machine
-	@$(BIN)/python -m paceline.deploy.bench_peers --only paceline --only paceline-ngram $(ARGS)
+	@$(BIN)/python -m paceline.deploy.bench.peers --only paceline --only paceline-ngram $(ARGS)
 
 bench-peers: $(READY) ## the same beside vLLM's CPU build and transformers
-	@$(BIN)/python -m paceline.deploy.bench_peers $(ARGS)
+	@$(BIN)/python -m paceline.deploy.bench.peers $(ARGS)
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

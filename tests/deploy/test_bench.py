@@ -18,8 +18,8 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.cluster.errors import UserError
-from paceline.deploy import bench, bench_peers
-from paceline.deploy.bench import (
+from paceline.deploy.bench import client, peers
+from paceline.deploy.bench.client import (
     BenchError,
     Measurement,
     Setting,
@@ -35,9 +35,9 @@ from paceline.deploy.bench import (
     read_stream,
     summarise,
 )
-from paceline.deploy.bench_peers import Peer, install_peers, run_rounds
-from paceline.deploy.bench_report import BEGIN, END, Machine, Report, Round, markdown, rows_of, write_into
-from paceline.deploy.bench_servers import free_port, needed_requirements, running_server
+from paceline.deploy.bench.peers import Peer, install_peers, run_rounds
+from paceline.deploy.bench.report import BEGIN, END, Machine, Report, Round, markdown, rows_of, write_into
+from paceline.deploy.bench.servers import free_port, needed_requirements, running_server
 
 COUNTERS = """\
 # TYPE paceline:steps_total counter
@@ -230,7 +230,7 @@ class ScriptedServer:
 async def test_the_client_keeps_the_asked_number_of_streams_in_flight_and_repeats_no_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bench, "HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(client, "HEARTBEAT_S", 0.0)
     server = ScriptedServer()
     setting = setting_of((1, 3))
     async with server.listening() as url:
@@ -243,7 +243,7 @@ async def test_the_client_keeps_the_asked_number_of_streams_in_flight_and_repeat
 
 
 async def test_a_refused_request_fails_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(client, "HEARTBEAT_S", 0.0)
     async with ScriptedServer(fails_at=5).listening() as url:
         with pytest.raises(BenchError, match=r"503.*no room"):
             await measure_server(url, setting_of((2,)))
@@ -313,15 +313,15 @@ def test_rounds_take_turns_and_a_peer_that_fails_is_left_out(monkeypatch: pytest
                 raise result
             return result
 
-        monkeypatch.setitem(bench_peers.MEASURES, peer, run)
+        monkeypatch.setitem(peers.MEASURES, peer, run)
 
     measure(Peer.PACELINE, [measurement(50.0)])
     measure(Peer.TRANSFORMERS, [measurement(25.0)])
     measure(Peer.VLLM, BenchError("it exited"))
-    monkeypatch.setattr(bench_peers, "measure_copy_gb_per_s", lambda: 30.0)
-    monkeypatch.setattr(bench_peers, "measure_idle_percent", lambda: 99.0)
-    peers = [Peer.PACELINE, Peer.VLLM, Peer.TRANSFORMERS]
-    rounds, skipped = run_rounds(setting_of((1,)), peers, 3, Console(quiet=True))
+    monkeypatch.setattr(peers, "measure_copy_gb_per_s", lambda: 30.0)
+    monkeypatch.setattr(peers, "measure_idle_percent", lambda: 99.0)
+    everyone = [Peer.PACELINE, Peer.VLLM, Peer.TRANSFORMERS]
+    rounds, skipped = run_rounds(setting_of((1,)), everyone, 3, Console(quiet=True))
     first, second, third = order[:3], order[3:5], order[5:]
     assert first == [Peer.PACELINE, Peer.VLLM, Peer.TRANSFORMERS]
     assert second == [Peer.TRANSFORMERS, Peer.PACELINE]

@@ -18,7 +18,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
-from ..cluster.errors import PacelineError, UserError
+from ...cluster.errors import PacelineError, UserError
 
 HEARTBEAT_S = 1.5  # the numbers behind /metrics are no older than this
 

@@ -1,4 +1,4 @@
-"""Measure Paceline beside other engines on this machine: `python -m paceline.deploy.bench_peers`.
+"""Measure Paceline beside other engines on this machine: `python -m paceline.deploy.bench.peers`.
 
 Every round starts each peer in turn, measures it at every concurrency, and ends it before the next one
 starts, so no two engines share the cores and a drift of the machine meets all of them. The order turns from
@@ -23,12 +23,12 @@ import psutil
 import typer
 from rich.console import Console
 
-from ..cluster.config import DEFAULT_MODEL, Dtype
-from ..cluster.errors import UserError
-from ..cluster.model_source import resolve_model
-from .bench import BenchError, Measurement, Setting, Workload, make_prompts, num_prompts_for
-from .bench_report import OURS, Report, Round, around_markers, markdown, rich_table, this_machine, write_into
-from .bench_servers import VLLM_REQUIREMENT, PeerUnavailable, install_vllm, measure_paceline, measure_vllm
+from ...cluster.config import DEFAULT_MODEL, Dtype
+from ...cluster.errors import UserError
+from ...cluster.model_source import resolve_model
+from .client import BenchError, Measurement, Setting, Workload, make_prompts, num_prompts_for
+from .report import OURS, Report, Round, around_markers, markdown, rich_table, this_machine, write_into
+from .servers import VLLM_REQUIREMENT, PeerUnavailable, install_vllm, measure_paceline, measure_vllm
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 
@@ -46,7 +46,7 @@ def measure_transformers(setting: Setting, log_file: Path) -> list[Measurement]:
     """`generate` in a process of its own: static batches, no HTTP."""
     with log_file.open("wb") as log:
         done = subprocess.run(
-            [sys.executable, "-m", "paceline.deploy.bench_transformers"],
+            [sys.executable, "-m", "paceline.deploy.bench.transformers_peer"],
             input=msgspec.json.encode(setting),
             stdout=subprocess.PIPE,
             stderr=log,

@@ -10,8 +10,8 @@ import msgspec
 import psutil
 from rich.table import Table
 
-from ..cluster.errors import UserError
-from .bench import Measurement, Workload
+from ...cluster.errors import UserError
+from .client import Measurement, Workload
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 OURS = "paceline"

@@ -1,6 +1,6 @@
 """The transformers peer: `generate` on static batches in a process of its own, without HTTP.
 
-Run by `bench_peers` as `python -m paceline.deploy.bench_transformers` with a Setting as JSON on standard
+Run by `peers` as `python -m paceline.deploy.bench.transformers_peer` with a Setting as JSON on standard
 input; the Measurements go to standard output as JSON.
 """
 
@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from .bench import Measurement, Setting, Timing, num_requests_at, summarise, take
+from .client import Measurement, Setting, Timing, num_requests_at, summarise, take
 
 
 class ArrivalStreamer(BaseStreamer):

@@ -18,6 +18,7 @@ import typer
 from ..cluster.config import BUILT_IN_DRAFTERS, Config
 from ..cluster.errors import ConfigError, PacelineError, UserError
 from ..cluster.model_source import resolve_model
+from .bench.cli import app as bench_app
 from .options import config_command
 
 drafter_app = typer.Typer(help="The drafter of a running server.", no_args_is_help=True)
@@ -28,6 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 app.add_typer(drafter_app, name="drafter")
 
 

@@ -26,9 +26,12 @@ from rich.console import Console
 from ...cluster.config import DEFAULT_MODEL, Dtype
 from ...cluster.errors import UserError
 from ...cluster.model_source import resolve_model
-from .client import BenchError, Measurement, Setting, Workload, make_prompts, num_prompts_for
+from .client import BenchError
+from .measure import Measurement
+from .prompts import make_prompts
 from .report import OURS, Report, Round, around_markers, markdown, rich_table, this_machine, write_into
 from .servers import VLLM_REQUIREMENT, PeerUnavailable, install_vllm, measure_paceline, measure_vllm
+from .setting import Setting, Workload, num_prompts_for
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 

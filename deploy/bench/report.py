@@ -11,7 +11,8 @@ import psutil
 from rich.table import Table
 
 from ...cluster.errors import UserError
-from .client import Measurement, Workload
+from .measure import Measurement
+from .setting import Workload
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 OURS = "paceline"

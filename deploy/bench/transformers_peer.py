@@ -13,7 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from .client import Measurement, Setting, Timing, num_requests_at, summarise, take
+from .client import Timing
+from .load import Load
+from .measure import Measurement, summarise
+from .setting import Setting, num_requests_at, take
 
 
 class ArrivalStreamer(BaseStreamer):
@@ -59,7 +62,7 @@ def _measure(model: Any, concurrency: int, prompts: list[list[int]], num_new_tok
         batch = prompts[first : first + concurrency]
         times_s = _generate(model, batch, num_new_tokens)
         timings += [Timing(num_tokens=num_new_tokens, times_s=times_s)] * len(batch)
-    return summarise(timings, concurrency, time.perf_counter() - started)
+    return summarise(timings, Load(concurrency=concurrency), time.perf_counter() - started)
 
 
 def _generate(model: Any, batch: list[list[int]], num_new_tokens: int) -> list[float]:

@@ -18,26 +18,22 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.cluster.errors import UserError
-from paceline.deploy.bench import client, peers
-from paceline.deploy.bench.client import (
-    BenchError,
-    Measurement,
+from paceline.deploy.bench import counters, peers
+from paceline.deploy.bench.client import BenchError, Stream, Timing, read_stream
+from paceline.deploy.bench.counters import StepCounters, parse_step_counters
+from paceline.deploy.bench.load import Load
+from paceline.deploy.bench.measure import Measurement, summarise
+from paceline.deploy.bench.peers import Peer, install_peers, run_rounds
+from paceline.deploy.bench.prompts import make_prompts
+from paceline.deploy.bench.report import BEGIN, END, Machine, Report, Round, markdown, rows_of, write_into
+from paceline.deploy.bench.servers import free_port, needed_requirements, running_server
+from paceline.deploy.bench.setting import (
     Setting,
-    StepCounters,
-    Stream,
-    Timing,
     Workload,
-    make_prompts,
     measure_server,
     num_prompts_for,
     num_requests_at,
-    parse_step_counters,
-    read_stream,
-    summarise,
 )
-from paceline.deploy.bench.peers import Peer, install_peers, run_rounds
-from paceline.deploy.bench.report import BEGIN, END, Machine, Report, Round, markdown, rows_of, write_into
-from paceline.deploy.bench.servers import free_port, needed_requirements, running_server
 
 COUNTERS = """\
 # TYPE paceline:steps_total counter
@@ -75,7 +71,7 @@ def setting_of(concurrencies: tuple[int, ...], num_new_tokens: int = 6) -> Setti
 
 def measurement(tokens_per_s: float, counters: StepCounters | None = None) -> Measurement:
     return Measurement(
-        concurrency=1,
+        load=Load(concurrency=1),
         num_requests=4,
         wall_s=1.0,
         tokens_per_s=tokens_per_s,
@@ -107,7 +103,7 @@ def test_prompts_are_as_long_as_asked_all_different_and_the_same_every_time(toke
 
 
 def test_more_prompts_than_there_is_text_are_refused(tokenizer_file: Path) -> None:
-    with pytest.raises(UserError, match="lower the concurrency"):
+    with pytest.raises(UserError, match="lower the number of requests"):
         make_prompts(tokenizer_file, 1000, 4096)
 
 
@@ -146,7 +142,7 @@ def test_a_loop_is_summed_up() -> None:
         Timing(num_tokens=3, times_s=[0.2, 0.5, 0.8]),
         Timing(num_tokens=3, times_s=[0.3, 0.5, 0.7]),
     ]
-    result = summarise(timings, 2, wall_s=1.5)
+    result = summarise(timings, Load(concurrency=2), wall_s=1.5)
     assert result.tokens_per_s == pytest.approx(6.0)
     assert result.ttft_p50_s == pytest.approx(0.2)
     assert result.tpot_p50_s == pytest.approx(0.2)
@@ -155,18 +151,18 @@ def test_a_loop_is_summed_up() -> None:
 
 
 def test_tokens_that_share_an_event_count_in_the_time_per_token() -> None:
-    result = summarise([Timing(num_tokens=5, times_s=[1.0, 1.4])], 1, wall_s=2.0)
+    result = summarise([Timing(num_tokens=5, times_s=[1.0, 1.4])], Load(concurrency=1), wall_s=2.0)
     assert result.tpot_p50_s == pytest.approx(0.1)
 
 
 def test_the_step_counters_of_metrics_give_the_overhead_of_a_step() -> None:
-    counters = parse_step_counters(COUNTERS)
-    assert counters is not None
-    assert counters == StepCounters(num_steps=200, plan_s=0.1, wait_s=8.0, compute_s=7.9)
-    assert counters.step_s == pytest.approx(8.1 / 200)
-    assert counters.overhead_s == pytest.approx(0.2 / 200)
+    found = parse_step_counters(COUNTERS)
+    assert found is not None
+    assert found == StepCounters(num_steps=200, plan_s=0.1, wait_s=8.0, compute_s=7.9)
+    assert found.step_s == pytest.approx(8.1 / 200)
+    assert found.overhead_s == pytest.approx(0.2 / 200)
     later = StepCounters(num_steps=300, plan_s=0.2, wait_s=9.0, compute_s=8.8)
-    assert later.since(counters).overhead_s == pytest.approx(0.2 / 100)
+    assert later.since(found).overhead_s == pytest.approx(0.2 / 100)
 
 
 def test_another_server_has_no_step_counters() -> None:
@@ -230,7 +226,7 @@ class ScriptedServer:
 async def test_the_client_keeps_the_asked_number_of_streams_in_flight_and_repeats_no_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client, "HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(counters, "HEARTBEAT_S", 0.0)
     server = ScriptedServer()
     setting = setting_of((1, 3))
     async with server.listening() as url:
@@ -243,7 +239,7 @@ async def test_the_client_keeps_the_asked_number_of_streams_in_flight_and_repeat
 
 
 async def test_a_refused_request_fails_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(counters, "HEARTBEAT_S", 0.0)
     async with ScriptedServer(fails_at=5).listening() as url:
         with pytest.raises(BenchError, match=r"503.*no room"):
             await measure_server(url, setting_of((2,)))
@@ -362,8 +358,8 @@ def test_a_row_holds_medians_and_the_median_of_the_ratios_within_rounds() -> Non
 
 
 def test_the_page_gets_the_tables_between_its_markers_and_keeps_the_rest(tmp_path: Path) -> None:
-    counters = StepCounters(num_steps=100, plan_s=0.02, wait_s=2.0, compute_s=1.98)
-    measured = {"paceline": [measurement(50.0, counters=counters)]}
+    steps = StepCounters(num_steps=100, plan_s=0.02, wait_s=2.0, compute_s=1.98)
+    measured = {"paceline": [measurement(50.0, counters=steps)]}
     report = report_of(
         [Round(copy_gb_per_s=31.0, idle_percent={"paceline": 97.0}, measured=measured)], {"vllm": "no wheel"}
     )

@@ -1,0 +1,148 @@
+"""The `paceline bench` commands. What they need is imported inside them, so that `--help` answers at once."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from ...cluster.config import Config
+from ...cluster.errors import UserError
+from ..options import config_command
+
+app = typer.Typer(help="Measure a server, an engine, or the scheduler alone.", no_args_is_help=True)
+
+JsonFile = Annotated[Path | None, typer.Option("--json-file", help="Write the figures here.")]
+Picture = Annotated[Path | None, typer.Option("--png", help="Draw the figures here.")]
+
+
+@app.command()
+def serve(
+    url: Annotated[list[str] | None, typer.Option(help="A server; a second one is compared with it.")] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests in flight, closed loop; repeatable.")
+    ] = None,
+    rate: Annotated[
+        list[float] | None, typer.Option(min=1e-3, help="Requests per second, Poisson; repeatable.")
+    ] = None,
+    num_requests: Annotated[int, typer.Option(min=1, help="Per load and round.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="In which the servers take turns.")] = 1,
+    warm_up: Annotated[int, typer.Option(min=0, help="Requests that are not measured, per server.")] = 4,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='JSON lines, each {"prompt": ...} or {"messages": [...]}; else synthetic ones.'),
+    ] = None,
+    tokenizer: Annotated[str, typer.Option(help="Model whose tokens synthetic prompts are of.")] = "default",
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of a synthetic prompt.")] = 128,
+    shared_len: Annotated[int, typer.Option(min=0, help="Of these, tokens it shares with others.")] = 0,
+    num_shared: Annotated[int, typer.Option(min=1, help="Different shared beginnings.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per request.")] = 128,
+    stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="Answers end by themselves.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="Goodput counts requests that meet this.")] = None,
+    slo_itl_ms: Annotated[float | None, typer.Option(help="Likewise, 99th percentile of a request.")] = None,
+    slo_e2e_ms: Annotated[float | None, typer.Option(help="Likewise, to the last token.")] = None,
+    json_file: JsonFile = None,
+    png: Picture = None,
+) -> None:
+    """Measure an OpenAI server that is up, or two in turns: TTFT, ITL, e2e, tokens/s, goodput, acceptance."""
+    from rich.console import Console
+
+    from ...cluster.model_source import resolve_model
+    from .client import Asked
+    from .load import Load
+    from .measure import Objective
+    from .plot import draw_serve, require_matplotlib
+    from .prompts import make_queries, read_queries
+    from .serve import ServeRun, run_serve
+
+    if png is not None:
+        require_matplotlib()
+    loads = [Load(concurrency=c) for c in concurrency or []] + [Load(rate=r) for r in rate or []]
+    run = ServeRun(
+        urls=list(dict.fromkeys(url or ["http://127.0.0.1:8000"])),
+        loads=loads or [Load(concurrency=1), Load(concurrency=8)],
+        num_requests=num_requests,
+        num_rounds=rounds,
+        num_warm_up=warm_up,
+        asked=Asked(max_tokens=max_tokens, ignore_eos=not stop_at_eos, temperature=temperature),
+        objective=Objective(ttft_s=_s(slo_ttft_ms), itl_s=_s(slo_itl_ms), e2e_s=_s(slo_e2e_ms)),
+    )
+    if prompts is not None:
+        queries = read_queries(prompts)
+    else:
+        num_queries = warm_up + rounds * len(run.loads) * num_requests
+        file = resolve_model(tokenizer) / "tokenizer.json"
+        queries = make_queries(file, num_queries, prompt_len, shared_len=shared_len, num_shared=num_shared)
+    report = run_serve(run, queries, Console(), json_file)
+    if png is not None:
+        draw_serve(report, png)
+
+
+@app.command()
+@config_command("model", "engine")
+def step(
+    config: Config,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; repeatable.")] = None,
+    prompt_len: Annotated[int, typer.Option(min=1)] = 128,
+    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per sequence.")] = 64,
+    profile_batch: Annotated[
+        int | None, typer.Option("--profile", min=1, help="Also list the operations of a batch like this.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+) -> None:
+    """Say where the time of a step goes, in an engine without channel and HTTP."""
+    from rich.console import Console
+
+    from ...cluster.model_source import resolve_model
+    from .prompts import make_prompts
+    from .step import BareEngine, measure_steps, profile, table_of
+
+    batches = batch or [n for n in (1, 8, 32) if n <= config.engine.max_num_seqs]
+    if max(batches) > config.engine.max_num_seqs:
+        raise UserError(f"a batch of {max(batches)} is above --max-num-seqs ({config.engine.max_num_seqs})")
+    path = resolve_model(config.model.model, config.model.revision)
+    num_prompts = 2 * sum(batches) + 2 * (profile_batch or 0)
+    prompts = iter(make_prompts(path / "tokenizer.json", num_prompts, prompt_len))
+    engine = BareEngine(config, path)
+    rows = measure_steps(engine, batches, prompts, max_tokens)
+    if as_json:
+        _print_json({"rows": rows})
+    else:
+        Console().print(table_of(rows))
+    if profile_batch is not None:
+        chosen = [next(prompts) for _ in range(profile_batch)]
+        print(profile(lambda: engine.run(chosen, max_tokens)), file=sys.stderr if as_json else sys.stdout)
+
+
+@app.command()
+def scheduler(
+    running: Annotated[list[int] | None, typer.Option(min=1, help="Running sequences; repeatable.")] = None,
+    num_steps: Annotated[int, typer.Option(min=10, help="Measured at each.")] = 200,
+    drafts: Annotated[int, typer.Option(min=0, help="Drafts per sequence and step.")] = 0,
+    accepted: Annotated[int, typer.Option(min=0, help="Of these, how many stand.")] = 3,
+    draft_budget: Annotated[bool, typer.Option(help="Let the budget choose how many are verified.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+) -> None:
+    """Say how long deciding a step takes, by the number of running sequences."""
+    from rich.console import Console
+
+    from .planning import PlanningCase, measure_planning, table_of
+
+    num_accepted = min(accepted, drafts)
+    has_budget = draft_budget and drafts > 0
+    case = PlanningCase(num_drafts=drafts, num_accepted=num_accepted, has_budget=has_budget)
+    report = measure_planning(running or [1, 32, 256, 1024, 4096], num_steps, case)
+    if as_json:
+        _print_json(report)
+    else:
+        Console().print(table_of(report))
+
+
+def _s(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+def _print_json(figures: object) -> None:
+    print(msgspec.json.encode(figures).decode())

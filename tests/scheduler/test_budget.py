@@ -6,36 +6,20 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from paceline.cluster.messages import (
-    Chunk,
-    Decision,
-    Draft,
-    Drafts,
-    Outputs,
-    SamplingParams,
-    ShardPlan,
-    ShardReady,
-    StepPlan,
-    StepResult,
-    Submit,
-)
+from paceline.cluster.messages import Outputs, SamplingParams, Submit
 from paceline.scheduler.budget import DraftBudget
 from paceline.scheduler.cost import CostModel
-from paceline.scheduler.events import DraftsArrived, ShardUp, ToShard
+from paceline.scheduler.events import Command
 from paceline.scheduler.limits import Limits
-from paceline.scheduler.state import Scheduler
+from paceline.scheduler.simulator import Costs, Drafter, Group
 
 MOST_DRAFTS = 7
 PROMPT_LEN = 4
-
-
-def step_ms(num_rows: int) -> float:
-    """A small model on a CPU: the first rows are free, then each costs a 25th of the step."""
-    return 25.0 + max(0, num_rows - 4)
+SMALL_CPU = ((1, 25.0), (4, 25.0), (5, 26.0))  # the first rows are free, then each costs a 25th of the step
 
 
 class Pair:
-    """A target and a drafter of which the drafts stand with a chance; the clock is what their work takes."""
+    """A target and a drafter of which the drafts stand with a chance; all sequences decode for ever."""
 
     def __init__(
         self,
@@ -61,88 +45,54 @@ class Pair:
             num_draft_tokens=k,
             draft_budget=has_budget,
         )
-        self.scheduler = Scheduler(limits)
+        chooser = random.Random(5)
+
+        def disturb(ms: float) -> float:
+            """Some noise, and now and then a step that takes five times as long."""
+            return ms * chooser.uniform(1 - noise, 1 + noise) * (5 if chooser.random() < 0.03 else 1)
+
+        self.group = Group(
+            limits,
+            Costs(step=SMALL_CPU, draft=((1, draft_ms),), commit_ms=0.5),
+            Drafter(chance=chance, max_drafts=MOST_DRAFTS, has_taps=has_taps) if has_drafter else None,
+            disturb=disturb if noise else None,
+        )
         self.now = 0.0
-        self._lost_s = 0.0  # to disturbances
         self.num_emitted = 0
-        self.num_steps = 0
-        self.num_drafting_steps = 0
-        self.longest: list[int] = []  # of each step, its longest block
-        self.num_phases = 0
-        self.chance = chance
-        self._random = random.Random(5)
-        self._draft_ms = draft_ms
-        self._noise = noise
-        if has_drafter:
-            ready = ShardReady(
-                shard=0,
-                max_drafts=MOST_DRAFTS,
-                tap_layer_ids=[0] if has_taps else [],
-                num_pages=limits.num_pages,
-            )
-            self.scheduler.handle(ShardUp("shard0.1", ready), 0.0)
-        self._due: list[StepPlan | ShardPlan] = []
         params = SamplingParams(max_tokens=num_tokens - PROMPT_LEN)
         for index in range(num_sequences):
             submit = Submit(request_id=str(index), prompt_ids=[index] * PROMPT_LEN, params=params)
-            self._perform(self.scheduler.handle(submit, 0.0))
+            self._count(self.group.take(submit, 0.0))
 
     def run(self, num_ms: float) -> "Pair":
         """Go on for so long."""
         end = self.now + num_ms / 1e3
-        while self.now < end:
-            match self._due.pop(0):
-                case StepPlan() as plan:
-                    steady_ms = step_ms(sum(chunk.num_rows for chunk in plan.chunks))
-                    ms = steady_ms * self._disturbance()
-                    self.now += ms / 1e3
-                    self._lost_s += (ms - steady_ms) / 1e3
-                    self.num_steps += 1
-                    self.longest.append(max(chunk.num_decided for chunk in plan.chunks) - 1)
-                    self.num_drafting_steps += self.longest[-1] > 0
-                    decisions = [self._decide(chunk) for chunk in plan.chunks if chunk.num_decided]
-                    result = StepResult(step=plan.step, decisions=decisions, compute_s=ms / 1e3)
-                    self._perform(self.scheduler.handle(result, self.now))
-                case ShardPlan() as plan:
-                    self.num_phases += 1
-                    drafts = [self._draft(p.sequence_id, plan.num_drafts) for p in plan.propose]
-                    commit_s, draft_s = 0.0005, self._draft_ms / 1e3 if drafts else 0.0
-                    self.now += commit_s + draft_s
-                    arrived = Drafts(number=plan.number, drafts=drafts, commit_s=commit_s, draft_s=draft_s)
-                    self._perform(self.scheduler.handle(DraftsArrived("shard0.1", arrived), self.now))
+        while self.group.due_s is not None and self.now < end:
+            self.now = self.group.due_s
+            self._count(self.group.answer())
         return self
 
     @property
     def speed(self) -> float:
         """Tokens per millisecond; what disturbances took is left out, they are luck."""
-        return self.num_emitted / (self.now - self._lost_s) / 1e3
+        return self.num_emitted / (self.now - self.group.lost_s) / 1e3
 
-    def _perform(self, commands: Sequence[object]) -> None:
-        for command in commands:
-            match command:
-                case StepPlan():
-                    self._due.append(command)
-                case ToShard(_, ShardPlan() as plan):
-                    self._due.append(plan)
-                case Outputs():
-                    self.num_emitted += sum(len(output.token_ids) for output in command.outputs)
-                case _:
-                    pass
+    @property
+    def longest(self) -> list[int]:
+        """Of each step, its longest block."""
+        return self.group.longest
 
-    def _draft(self, sequence_id: int, num_drafts: int) -> Draft:
-        """Token 1 is one that will stand, if those before it do."""
-        chance = self.chance(self.now)
-        tokens = [int(self._random.random() < chance) for _ in range(num_drafts)]
-        return Draft(sequence_id, tokens, [0.7] * num_drafts)
+    @property
+    def num_drafting_steps(self) -> int:
+        return sum(num_drafts > 0 for num_drafts in self.group.longest)
 
-    def _decide(self, chunk: Chunk) -> Decision:
-        return Decision(chunk.sequence_id, [1] * chunk.num_decided)
+    @property
+    def num_steps(self) -> int:
+        return self.group.num_steps
 
-    def _disturbance(self) -> float:
-        if self._noise == 0:
-            return 1.0
-        return self._random.uniform(1 - self._noise, 1 + self._noise) * (
-            5 if self._random.random() < 0.03 else 1
+    def _count(self, told: Sequence[Command]) -> None:
+        self.num_emitted += sum(
+            len(output.token_ids) for c in told if isinstance(c, Outputs) for output in c.outputs
         )
 
 
@@ -198,9 +148,9 @@ def test_a_drafter_that_pays_alone_rests_in_company() -> None:
 def test_a_rest_has_no_draft_phase() -> None:
     """Not even commits, once it is long."""
     pair = Pair(1, lambda _: 0.0).run(10_000)
-    num_phases = pair.num_phases
+    num_phases = pair.group.num_phases
     pair.run(25 * 1000)
-    assert pair.num_phases - num_phases < 0.12 * 1000
+    assert pair.group.num_phases - num_phases < 0.12 * 1000
 
 
 def test_the_cut_is_the_best_there_is() -> None:

@@ -1,6 +1,7 @@
 """The scheduler as a Ray actor: it binds the hub, then runs its loop until Shutdown."""
 
 import faulthandler
+import gc
 import signal
 from pathlib import Path
 
@@ -8,6 +9,13 @@ from ..cluster.channel import Address, Hub, ZmqHub
 from ..cluster.config import EngineConfig
 from ..cluster.processes import STDERR_FD, ProcessId
 from .loop import run_scheduler
+
+
+def calm_collector() -> None:
+    """Look for cycles seldom: the state has none, and a full collection walks every request."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 class SchedulerActor:
@@ -31,6 +39,7 @@ class SchedulerActor:
     def run(self) -> None:
         """Serve until Shutdown; raises why the epoch cannot go on."""
         assert self._hub is not None, "bind first"
+        calm_collector()
         ranks = [f"rank{rank}" for rank in range(self._engine.tensor_parallel_size)]
         try:
             run_scheduler(self._hub, ranks, self._engine, self._max_model_len)

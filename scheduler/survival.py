@@ -18,6 +18,7 @@ _OWN_FADE = 0.9  # of what one sequence did, per block
 _SHARED_PRIOR = 4.0  # drafts that no news of late is worth
 _OWN_PRIOR = 16.0  # drafts that the shared belief is worth to a sequence
 _MOST = 0.995
+_NOTHING = (0.0, 0.0)
 
 
 class Survival:
@@ -29,6 +30,7 @@ class Survival:
         self._stood = [[0.0] * len(self._said) for _ in range(_NUM_PLACES)]
         self._chances = [list(self._said) for _ in range(_NUM_PLACES)]
         self._all = [0.0, 0.0]  # stood of late, and how many were expected to
+        self._shared = 1.0  # how much better than expected all did of late
         self._own: dict[int, tuple[float, float]] = {}  # by sequence id, the same
 
     def products(self, sequence_id: int, confidences: Sequence[float], num_drafts: int) -> list[float]:
@@ -36,7 +38,8 @@ class Survival:
 
         They fall from draft to draft. Confidences that are no chances are not believed: the list is empty.
         """
-        factor = self._factor(sequence_id)
+        stood, expected = self._own.get(sequence_id, _NOTHING)
+        factor = (stood + _OWN_PRIOR * self._shared) / (expected + _OWN_PRIOR)
         product = 1.0
         products: list[float] = []
         try:
@@ -52,14 +55,14 @@ class Survival:
         """So many of the verified drafts stood; those behind the first that did not were never tried."""
         expected = 0.0
         num_tried = num_stood + 1 if num_stood < num_drafts else num_drafts
-        for place in range(num_tried):
-            column = int(confidences[place] * _NUM_BINS)
+        for place, confidence in enumerate(confidences[:num_tried]):
+            column = int(confidence * _NUM_BINS)
             expected += self._chances[place][column]
             self._tried[place][column] += 1
-        for place in range(num_stood):
-            self._stood[place][int(confidences[place] * _NUM_BINS)] += 1
-        stood, total = self._own.get(sequence_id, (0.0, 0.0))
-        self._own[sequence_id] = (stood * _OWN_FADE + num_stood, total * _OWN_FADE + expected)
+            if place < num_stood:
+                self._stood[place][column] += 1
+        num_own, num_expected = self._own.get(sequence_id, _NOTHING)
+        self._own[sequence_id] = (num_own * _OWN_FADE + num_stood, num_expected * _OWN_FADE + expected)
         self._all[0] += num_stood
         self._all[1] += expected
 
@@ -70,6 +73,7 @@ class Survival:
     def refresh(self, num_places: int) -> None:
         """Work out the chances from what was learned, and let it fade; once a step that drafts."""
         self._all = [value * _FAST_FADE for value in self._all]
+        self._shared = (self._all[0] + _SHARED_PRIOR) / (self._all[1] + _SHARED_PRIOR)
         if num_places == 0:
             return
         tried = [sum(column) for column in zip(*self._tried[:num_places], strict=True)]
@@ -85,8 +89,3 @@ class Survival:
             ]
             self._tried[place] = [value * _FADE for value in tried]
             self._stood[place] = [value * _FADE for value in stood]
-
-    def _factor(self, sequence_id: int) -> float:
-        shared = (self._all[0] + _SHARED_PRIOR) / (self._all[1] + _SHARED_PRIOR)
-        stood, expected = self._own.get(sequence_id, (0.0, 0.0))
-        return (stood + _OWN_PRIOR * shared) / (expected + _OWN_PRIOR)

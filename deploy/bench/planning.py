@@ -4,7 +4,6 @@ A step is to settle a result and plan the next; with drafts also to make the sha
 The times are processor time: deciding never waits, and the machine may be busy with other things.
 """
 
-import gc
 import time
 from collections.abc import Sequence
 
@@ -23,6 +22,7 @@ from ...cluster.messages import (
     StepResult,
     Submit,
 )
+from ...scheduler.actor import calm_collector
 from ...scheduler.events import Command, DraftsArrived, ShardUp, ToShard
 from ...scheduler.limits import Limits
 from ...scheduler.state import Scheduler
@@ -60,7 +60,7 @@ def measure_planning(runnings: Sequence[int], num_steps: int, case: PlanningCase
     """One row for each number of running sequences."""
     rows: list[PlanningRow] = []
     for num_running in runnings:
-        gc.collect()
+        calm_collector()
         times_ms = [1e3 * s for s in step_times_s(num_running, num_steps, case)]
         rows.append(
             PlanningRow(

@@ -56,12 +56,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int | None = None  # per step and sequence; None: the most the drafter makes
     prompt_lookup: bool = True  # beside a drafter with weights: used where it promises more
     draft_budget: bool = True  # verify drafts only as far as that pays; False: always all there are
+    itl_target_ms: float | None = None  # between tokens, kept by reading prompts in smaller parts
     context_cap: int = 16384  # tokens of context per sequence in the drafter; 0: no cap
     drafter_cache_gib: float | None = None  # per shard; None: what the target's K/V leaves for it
     draft_deadline_s: float = 5.0  # after which a step goes on without a silent shard
     step_deadline_s: float = 60.0
     start_timeout_s: float = 600.0
     check_invariants: bool = False  # run check() after every event
+
+    @property
+    def needs_step_costs(self) -> bool:
+        """Whether the scheduler decides anything by what a step costs."""
+        return self.itl_target_ms is not None or (self.draft_budget and self.drafter != "none")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,6 +202,7 @@ def _validate(config: Config) -> None:
         ("num_draft_tokens", engine.num_draft_tokens),
         ("drafter_cache_gib", engine.drafter_cache_gib),
         ("draft_deadline_s", engine.draft_deadline_s),
+        ("itl_target_ms", engine.itl_target_ms),
     ):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name} is {value}; it must be above 0, and finite")

@@ -230,6 +230,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     rank: int
     num_pages: int
+    step_costs: list[tuple[int, float]] = []  # (rows, milliseconds) of steps that were tried out
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -41,6 +41,7 @@ HELP = {
     "num_draft_tokens": "tokens proposed per step and sequence, at most; none given: what the drafter makes",
     "prompt_lookup": "beside a drafter with weights also copy from the text so far where that promises more",
     "draft_budget": "propose and verify only as many tokens as make it faster",
+    "itl_target_ms": "milliseconds between two tokens that reading prompts should not exceed",
     "context_cap": "tokens of context per sequence in the drafter; 0: no cap",
     "drafter_cache_gib": "memory for the drafter's contexts, per rank",
     "draft_deadline_s": "after this long without an answer steps go on without a drafter",

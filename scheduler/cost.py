@@ -32,6 +32,11 @@ class CostModel:
         self._slope = 0.0  # between the ends of the curve
         self._table: list[float] = []
 
+    @property
+    def largest(self) -> int:
+        """The largest size of known cost; 0 while none is."""
+        return int(self._sizes[-1]) if self._sizes else 0
+
     def observe(self, size: int, cost_ms: float) -> None:
         """Learn that a step of this size took so long."""
         if cost_ms <= 0:

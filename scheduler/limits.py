@@ -19,6 +19,7 @@ class Limits:
     prefix_cache: bool = True  # pages of known prefixes are kept and shared
     num_draft_tokens: int | None = None  # per step and sequence; None: the most a shard makes
     draft_budget: bool = True  # verify drafts only as far as that pays
+    itl_target_ms: float | None = None  # how long reading prompts may keep those waiting who decode
     context_cap: int = 0  # tokens of context per sequence; 0: no cap
 
     def __post_init__(self) -> None:
@@ -41,6 +42,7 @@ class Limits:
             prefix_cache=engine.prefix_cache,
             num_draft_tokens=engine.num_draft_tokens,
             draft_budget=engine.draft_budget,
+            itl_target_ms=engine.itl_target_ms,
             context_cap=engine.context_cap,
         )
 

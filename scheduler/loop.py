@@ -46,10 +46,12 @@ def run_scheduler(hub: Hub, ranks: Sequence[str], engine: EngineConfig, max_mode
     """
     try:
         backlog: list[Event] = []
-        num_pages = _wait_ready(hub, ranks, engine.start_timeout_s, backlog)
-        if num_pages is not None:
+        ready = _wait_ready(hub, ranks, engine.start_timeout_s, backlog)
+        if ready is not None:
+            num_pages = min(rank.num_pages for rank in ready.values())
             limits = Limits.of(engine, max_model_len=max_model_len, num_pages=num_pages)
             scheduler = Scheduler(limits, check=engine.check_invariants)
+            scheduler.learn(ready[ranks[0]].step_costs)
             loop = _Loop(hub, ranks, scheduler, engine.step_deadline_s, engine.draft_deadline_s)
             loop.run(backlog)
             hub.broadcast(scheduler.shard_peers, Shutdown())
@@ -60,17 +62,19 @@ def run_scheduler(hub: Hub, ranks: Sequence[str], engine: EngineConfig, max_mode
     hub.broadcast(ranks, Shutdown())
 
 
-def _wait_ready(hub: Hub, ranks: Sequence[str], timeout_s: float, backlog: list[Event]) -> int | None:
-    """The pages every rank can hold, None if the server said Shutdown; early requests go to `backlog`."""
+def _wait_ready(
+    hub: Hub, ranks: Sequence[str], timeout_s: float, backlog: list[Event]
+) -> dict[str, Ready] | None:
+    """What each rank says of itself, None if the server said Shutdown; early requests go to `backlog`."""
     deadline = time.monotonic() + timeout_s
-    num_pages: dict[str, int] = {}
-    while len(num_pages) < len(ranks):
+    found: dict[str, Ready] = {}
+    while len(found) < len(ranks):
         match hub.recv(max(0.0, deadline - time.monotonic())):
             case None:
-                missing = ", ".join(rank for rank in ranks if rank not in num_pages)
+                missing = ", ".join(rank for rank in ranks if rank not in found)
                 raise RankLost(f"{missing} did not get ready in {timeout_s:g} s")
             case (peer, Ready() as ready) if peer in ranks:
-                num_pages[peer] = ready.num_pages
+                found[peer] = ready
             case (peer, Submit() | Cancel() | ShardLost() as event) if peer == SERVER:
                 backlog.append(event)
             case (peer, ShardReady() | Failed() as message) if peer.startswith(SHARD):
@@ -79,7 +83,7 @@ def _wait_ready(hub: Hub, ranks: Sequence[str], timeout_s: float, backlog: list[
                 return None
             case (peer, message):
                 raise _unwelcome(peer, message, ranks)
-    return min(num_pages.values())
+    return found
 
 
 class _Loop:

@@ -4,7 +4,7 @@ A plan is made in this order, and only between steps, when no rank may touch a p
 
     room      preempt until every decode, and the oldest sequence whatever it does, can have its next row
     decode    one row for each sequence whose only pending token is its last, then rows for its drafts
-    prefill   what is left of the budget, as far as the free pages reach
+    prefill   what is left of the budget, as far as the pace of the decodes and the free pages allow
     admit     whoever's turn it is, while there are rows, places and pages for all of its tokens
 
 Drafts never take a row or a page that something certain needs: nobody is preempted for them, and while a
@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from ..cluster.messages import Admit, Chunk, StepPlan
 from .drafting import Drafting
 from .limits import Limits
+from .pace import Pace
 from .pages import PagePool
 from .queue import WaitingQueue
 from .request import Request
@@ -37,6 +38,7 @@ class Planner:
         self, limits: Limits, pool: PagePool, queue: WaitingQueue, drafting: Drafting, stories: Stories
     ) -> None:
         self.running: dict[int, Request] = {}  # by sequence id
+        self.pace = Pace(limits.itl_target_ms, limits.page_size)
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
@@ -54,7 +56,8 @@ class Planner:
         if self._make_room(decodes, now):
             decodes, prefills = self._by_need()
         chunks = self._decode(decodes, prefills)
-        budget = self._limits.max_num_batched_tokens - sum(chunk.num_rows for chunk in chunks)
+        num_rows = sum(chunk.num_rows for chunk in chunks)
+        budget = self.pace.room(num_rows, self._limits.max_num_batched_tokens - num_rows)
         for request in prefills:
             num_rows = min(budget, request.num_pending, self._reach(request))
             if num_rows > 0:
@@ -64,6 +67,7 @@ class Planner:
         if len(self._queue) > 0:
             self._admit(admits, chunks, budget, now)
         release, self._release = self._release, []
+        self.pace.began(sum(chunk.num_rows for chunk in chunks), now)
         assert chunks, "there is work, so a plan must have a row"
         return StepPlan(step=step, release=release, admit=admits, chunks=chunks)
 
@@ -81,7 +85,8 @@ class Planner:
         if prefills or len(self._queue) > 0:
             num_rows = min(num_rows // 2, num_rows - len(prefills))
         num_pending = sum(request.num_pending for request in prefills)
-        num_certain = min(len(decodes) + num_pending, self._limits.max_num_batched_tokens)
+        most_pending = self._limits.max_num_batched_tokens - len(decodes)
+        num_certain = len(decodes) + min(num_pending, self.pace.room(len(decodes), most_pending))
         shares = self._drafting.share(decodes, num_certain, max(0, num_rows))
         # Pages that must stay for the anchors, and for a row of the oldest if that is still being read.
         num_spare = self._pool.num_free - sum(r.computed == r.capacity for r in decodes) - bool(prefills)

@@ -11,6 +11,8 @@ what the last step gave. At most one of {step in flight, draft phase} exists. A 
 place change only here and in the parts owned here. After an exception the state is not to be used again.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from ..cluster.errors import ProtocolError
@@ -58,6 +60,12 @@ class Scheduler:
         self._counters = Counters()
         self._num_steps = 0
         self._num_submitted = 0
+
+    def learn(self, step_costs: Sequence[tuple[int, float]]) -> None:
+        """Begin with what the ranks measured before they were ready: (rows, milliseconds of a step)."""
+        for num_rows, cost_ms in step_costs:
+            self._drafting.budget.verify.observe(num_rows, cost_ms)
+        self._planner.pace.learn(step_costs)
 
     @property
     def has_work(self) -> bool:
@@ -107,6 +115,8 @@ class Scheduler:
             self._drafting.drafts.clear()
             self._counters.plan(self._in_flight)
             commands.insert(0, self._in_flight)
+        elif not self._live:
+            self._planner.pace.rested()
         if self._checks_always:
             self.check()
         return commands

@@ -14,6 +14,7 @@ from ..cluster.topology import threads_per_rank
 from ..kernels.backend import choose_backend
 from ..kernels.dtypes import compute_dtype
 from .batch import Batch, build_batch
+from .calibration import time_steps
 from .collectives import Collectives, Solo
 from .kv_cache import KvCache, budget_bytes, count_pages, page_bytes
 from .layers import Partition
@@ -82,7 +83,7 @@ class Runner:
             num_warm_rows = min(num_warm_rows, _WARM_UP_ROWS)
         num_warm_pages = -(-num_warm_rows // engine.page_size)
         self._kv_cache = KvCache(partition, num_warm_pages, engine.page_size, dtype, self.device)
-        self._warm_up(num_warm_rows, num_warm_pages)
+        self.step_costs = self._warm_up(num_warm_rows, num_warm_pages, measures=engine.needs_step_costs)
         if self.device.type != "cpu":
             self.num_pages = self._count_pages(config, one_page_bytes)
         self._kv_cache = KvCache(partition, self.num_pages, engine.page_size, dtype, self.device)
@@ -130,13 +131,18 @@ class Runner:
         states = self._model.forward(batch.token_ids, batch.rows, self._kv_cache, self._taps, batch.decided)
         return batch, self._model.logits(states)
 
-    def _warm_up(self, num_rows: int, num_pages: int) -> None:
-        """Run one step nobody asked for: libraries choose their kernels, and memory reaches its peak."""
+    def _warm_up(self, num_rows: int, num_pages: int, *, measures: bool) -> list[tuple[int, float]]:
+        """Run steps nobody asked for: libraries choose their kernels, and memory reaches its peak.
+
+        If wanted, time some that decide every row: (rows, milliseconds).
+        """
         params = SamplingParams(max_tokens=1)
         self._sequences.admit(Admit(0, [0] * num_rows, num_rows, params))
         self._run([Chunk(0, 0, num_rows, [], list(range(num_pages)), 1)])
         self._run([Chunk(0, num_rows - 1, 1, [], [], 1)])
+        step_costs = time_steps(self._run, num_rows) if measures else []
         self._sequences.release(0)
+        return step_costs
 
     def _count_pages(self, config: Config, one_page_bytes: int) -> int:
         engine = config.engine

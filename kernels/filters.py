@@ -12,22 +12,34 @@ A token without probability (-inf) is never kept back by a filter's count: it st
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from ..cluster.messages import SamplingParams
 
 # How many of the largest logits are looked at before more of the row is: enough for most top-p sets.
 _FIRST_PREFIX_LEN = 256
 
 
-def has_filter(params: SamplingParams) -> bool:
+class FilterParams(Protocol):
+    """What of a row's sampling parameters concerns the filters."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+
+
+def has_filter(params: FilterParams) -> bool:
     """Whether a row's whole vocabulary is needed to draw its token."""
     return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
-def apply(logits: Tensor, params: Sequence[SamplingParams]) -> None:
+def apply(logits: Tensor, params: Sequence[FilterParams]) -> None:
     """Set what the rows' filters exclude to -inf, in place; logits float32 [R, V], the whole vocabulary."""
     row_ids = [row for row, row_params in enumerate(params) if has_filter(row_params)]
     if not row_ids:
@@ -48,7 +60,7 @@ def apply(logits: Tensor, params: Sequence[SamplingParams]) -> None:
     logits[index] = logits[index].masked_fill_(~keep, float("-inf"))
 
 
-def _keep_leading(scaled: Tensor, keep: Tensor, rows: list[int], params: Sequence[SamplingParams]) -> None:
+def _keep_leading(scaled: Tensor, keep: Tensor, rows: list[int], params: Sequence[FilterParams]) -> None:
     """Clear `keep` [R, V] outside the leading tokens that top-k and top-p leave, for the given rows."""
     prefix_len = max(_FIRST_PREFIX_LEN, *(params[row].top_k for row in rows))
     while rows:
@@ -63,9 +75,7 @@ def _keep_leading(scaled: Tensor, keep: Tensor, rows: list[int], params: Sequenc
         prefix_len *= 16
 
 
-def _leading_count(
-    scaled: Tensor, top: Tensor, params: Sequence[SamplingParams]
-) -> tuple[Tensor, list[bool]]:
+def _leading_count(scaled: Tensor, top: Tensor, params: Sequence[FilterParams]) -> tuple[Tensor, list[bool]]:
     """How many leading tokens each row keeps [R], and whether the prefix was long enough to tell."""
     vocab, prefix_len = scaled.shape[1], top.shape[1]
     top_k = torch.tensor([min(p.top_k, vocab) or vocab for p in params], device=scaled.device)

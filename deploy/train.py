@@ -1,0 +1,154 @@
+"""`paceline train`: data, training, evaluation and export of a drafter for one's own model.
+
+Also run as `python -m paceline.deploy.train`, which needs neither Ray nor sockets nor a network: what the rest
+of the command line depends on is imported where it is used, or not at all.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..cluster.errors import ConfigError, PacelineError, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+train_app = typer.Typer(
+    help="Train a drafter: data, fit, eval; bare: all of them.", no_args_is_help=True, add_completion=False
+)
+
+Model = Annotated[str, typer.Option(help="The target: 'default', a directory, or a Hugging Face id.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; none: all cores.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, or cuda.")]
+
+
+def main() -> int:
+    """Run the plain road; the caller's mistakes become one line on stderr and exit code 2."""
+    try:
+        return train_app(prog_name="paceline.deploy.train", standalone_mode=False) or 0
+    except UserError as error:
+        return _fail(str(error), 2)
+    except PacelineError as error:
+        return _fail(str(error), 1)
+    except typer.TyperException as error:
+        return _fail(error.format_message(), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"paceline train: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+@train_app.callback()
+def root() -> None:
+    """Keeps `data` a sub-command while it is the only one."""
+
+
+@train_app.command()
+def data(
+    out: Annotated[Path, typer.Option(help="Directory of the data; continued if it has some.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Answer tokens wanted for training.")] = 1_000_000,
+    model: Model = "default",
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSON lines of {"messages": [...]}; none: the target invents them.')
+    ] = None,
+    taps: Annotated[
+        str | None, typer.Option(help="Blocks to tap, as 1,8,14,20,27; none: five by the published rule.")
+    ] = None,
+    tap_dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
+    dtype: Annotated[str, typer.Option(help="Precision of the target: float32 or bfloat16.")] = "float32",
+    places: Annotated[int, typer.Option(min=1, help="Sequences written at once.")] = 96,
+    round_len: Annotated[int, typer.Option(min=1, help="Prompts per round.")] = 1024,
+    shard_len: Annotated[int, typer.Option(min=1, help="Sequences per shard file.")] = 128,
+    max_prompt_len: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 256,
+    max_answer_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 256,
+    heldout_share: Annotated[float, typer.Option(min=0, help="Share of prompts not trained on.")] = 0.04,
+    sampled_share: Annotated[float, typer.Option(min=0, help="Share of answers drawn at T = 0.7.")] = 0.5,
+    seed: int = 0,
+    threads: Threads = None,
+    device: Device = "auto",
+) -> None:
+    """Let the target answer prompts and keep its answers with their tap rows."""
+    from ..drafter.training.data import DataSettings, Progress, default_taps, make_data
+    from ..drafter.training.generation import Generator
+    from ..workers.spec import ModelSpec
+    from .text import Tokenizer
+
+    path = resolve_target(model)
+    spec = ModelSpec.load(path)
+    settings = DataSettings(
+        tap_layer_ids=parse_ids(taps) if taps else default_taps(spec.num_layers, 5),
+        tap_dtype=tap_dtype,
+        prompts_file=None if prompts is None else str(prompts),
+        round_len=round_len,
+        shard_len=shard_len,
+        max_prompt_len=max_prompt_len,
+        max_answer_len=max_answer_len,
+        heldout_share=heldout_share,
+        sampled_share=sampled_share,
+        seed=seed,
+    )
+    settings.check()
+    where, precision = choose_compute(device, dtype, threads)
+    generator = Generator(
+        path,
+        num_places=places,
+        max_len=settings.max_len,
+        tap_layer_ids=settings.tap_layer_ids,
+        tap_dtype=settings.tap_torch_dtype,
+        dtype=precision,
+        device=where,
+    )
+
+    def report(progress: Progress) -> None:
+        left_s = (progress.wanted_tokens - progress.num_tokens) / max(progress.tokens_per_s, 1e-9)
+        print(
+            f"{progress.num_tokens:,} of {progress.wanted_tokens:,} tokens, "
+            f"{progress.num_prompts:,} prompts, "
+            f"{progress.tokens_per_s:.0f} tokens/s, {max(0.0, left_s) / 60:.0f} min left",
+            flush=True,
+        )
+
+    make_data(out, generator, Tokenizer.load(path), settings, tokens, report)
+
+
+def resolve_target(model: str) -> Path:
+    """A directory is itself; any other name is looked up as everywhere."""
+    if Path(model).expanduser().is_dir():
+        return Path(model).expanduser()
+    from ..cluster.model_source import resolve_model
+
+    return resolve_model(model)
+
+
+def parse_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--taps {text!r} is no list of block numbers; write 1,8,14,20,27") from None
+
+
+def choose_compute(device: str, dtype: str, threads: int | None) -> "tuple[torch.device, torch.dtype]":
+    """Where to compute and in what; sets the number of CPU threads."""
+    import torch
+
+    from ..kernels.dtypes import compute_dtype
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device {device!r} is unknown; choose auto, cpu or cuda")
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype {dtype!r} is unknown; choose float32 or bfloat16")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no GPU; install a CUDA torch or choose cpu")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    return where, compute_dtype(dtype, where)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """`paceline train`: data, training, evaluation and export of a drafter for one's own model.
 
-Also run as `python -m paceline.deploy.train`, which needs neither Ray nor sockets nor a network: what the rest
-of the command line depends on is imported where it is used, or not at all.
+Also run as `python -m paceline.deploy.train`, which needs neither Ray nor sockets nor a network: what the
+rest of the command line depends on is imported where it is used, or not at all.
 """
 
 import sys
@@ -114,6 +114,55 @@ def data(
         )
 
     make_data(out, generator, Tokenizer.load(path), settings, tokens, report)
+
+
+@train_app.command()
+def fit(
+    data: Annotated[Path, typer.Option(help="Directory of the data.")],
+    out: Annotated[Path, typer.Option(help="Directory of the training; continued if it has some.")],
+    model: Model = "default",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the drafter.")] = 2,
+    block: Annotated[int, typer.Option(min=2, help="Rows of a block: the anchor and its drafts.")] = 8,
+    mask_token_id: Annotated[int | None, typer.Option(help="None: one the data leave free.")] = None,
+    gamma: Annotated[float | None, typer.Option(help="Slot k weighs e^-((k-1)/gamma).")] = None,
+    passes: Annotated[float, typer.Option(help="How often each answer is seen.")] = 3.0,
+    max_minutes: Annotated[float | None, typer.Option(help="The schedule ends by then.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step and process.")] = 2,
+    anchors: Annotated[int, typer.Option(min=1, help="Blocks per sequence and step.")] = 16,
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,
+    max_vocab: Annotated[int, typer.Option(min=0, help="Tokens of the head in training; 0: all.")] = 16384,
+    init: Annotated[Path | None, typer.Option(help="A drafter to go on from.")] = None,
+    log_every: Annotated[int, typer.Option(min=1, help="Steps per row of the log.")] = 50,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps per checkpoint.")] = 500,
+    walk_every: Annotated[int, typer.Option(min=1, help="Steps per look at held-out text.")] = 1000,
+    walk_len: Annotated[int, typer.Option(min=1, help="Held-out sequences it looks at.")] = 32,
+    workers: Annotated[int, typer.Option(min=1, help="Processes, over Ray Train when above 1.")] = 1,
+    plain: Annotated[bool, typer.Option("--plain", help="This process alone, without Ray.")] = False,
+    seed: int = 0,
+    threads: Threads = None,
+    device: Device = "auto",
+) -> None:
+    """Train a drafter on the data of `paceline train data`."""
+    from ..drafter.training.fit import FitPace, FitSettings
+    from .train_road import run_fit
+
+    settings = FitSettings(
+        num_layers=layers,
+        block_size=block,
+        mask_token_id=mask_token_id,
+        gamma=gamma,
+        passes=passes,
+        max_minutes=max_minutes,
+        batch_size=batch_size,
+        num_anchors=anchors,
+        lr=lr,
+        max_vocab=max_vocab,
+        init=None if init is None else str(init),
+        seed=seed,
+    )
+    pace = FitPace(log_every=log_every, save_every=save_every, walk_every=walk_every, walk_len=walk_len)
+    where, _ = choose_compute(device, "float32", threads)
+    run_fit(data, resolve_target(model), out, settings, pace, where, num_workers=1 if plain else workers)
 
 
 def resolve_target(model: str) -> Path:

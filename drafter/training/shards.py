@@ -14,6 +14,7 @@ A file appears under its name only when it is whole: it is written beside and re
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -69,6 +70,15 @@ class Shard:
         )
 
     @property
+    def lens(self) -> list[int]:
+        """Tokens of every sequence."""
+        return [end - begin for begin, end in pairwise(self._offsets)]
+
+    @property
+    def answer_lens(self) -> list[int]:
+        return [length - prompt for length, prompt in zip(self.lens, self._prompt_lens, strict=True)]
+
+    @property
     def num_answer_tokens(self) -> int:
         return self._offsets[-1] - sum(self._prompt_lens)
 
@@ -80,7 +90,7 @@ class Shard:
 
     def answers(self) -> Iterator[Tensor]:
         """Token ids of every answer."""
-        for begin, end, prompt_len in zip(self._offsets, self._offsets[1:], self._prompt_lens, strict=False):
+        for (begin, end), prompt_len in zip(pairwise(self._offsets), self._prompt_lens, strict=True):
             yield self._token_ids[begin + prompt_len : end]
 
 

@@ -1,0 +1,146 @@
+"""Where training starts: from the target's own last layers, or from a drafter that exists.
+
+A drafter that starts as the last layers of its target, and sees the deepest tap through its `fc`, needs a
+third of the tokens that a random one needs to reach the same acceptance.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cluster.checkpoint import Checkpoint
+from ...cluster.errors import ConfigError, ModelError
+from ...workers.spec import ModelSpec
+from ..spec import DrafterSpec
+from ..target import Target
+from ..weights import load_weights
+from .network import DrafterNetwork
+
+_LOGIT_SPREAD = 1.5  # of a random row through the final norm and the head
+_OTHER_TAPS = 0.3  # of a fresh fc's random weights; the deepest tap passes straight
+_SPREAD_ROWS = 8192  # of the head, to measure it
+_LAYER_PARTS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "input_layernorm",
+    "post_attention_layernorm",
+)
+
+
+def drafter_config(
+    model: ModelSpec, *, num_layers: int, block_size: int, tap_layer_ids: tuple[int, ...], mask_token_id: int
+) -> dict[str, Any]:
+    """config.json of a drafter shaped like its target's layers, in the published layout.
+
+    Raises ConfigError for options that make no drafter of this target.
+    """
+    if not 1 <= num_layers <= model.num_layers:
+        raise ConfigError(f"{num_layers} draft layers; choose 1 to {model.num_layers}, what the target has")
+    if block_size < 2:
+        raise ConfigError(f"a block of {block_size} drafts nothing; choose 2 or more")
+    if not 0 <= mask_token_id < model.vocab_size:
+        raise ConfigError(f"mask token {mask_token_id} is outside the vocabulary of {model.vocab_size}")
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "max_position_embeddings": model.max_model_len,
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_theta": model.rope.theta,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "layer_types": ["full_attention"] * num_layers,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "num_target_layers": model.num_layers,
+        "block_size": block_size,
+        "dflash_config": {
+            "block_size": block_size,
+            "mask_token_id": mask_token_id,
+            "target_layer_ids": list(tap_layer_ids),
+        },
+        "torch_dtype": "bfloat16",
+    }
+
+
+@torch.no_grad()
+def start_from_target(network: DrafterNetwork, model_path: Path, seed: int) -> None:
+    """Copy the target's last layers; `tap_scale` must be set. Raises ModelError for missing weights."""
+    torch.manual_seed(seed)
+    model, spec = ModelSpec.load(model_path), network.spec
+    hidden = spec.hidden_size
+    first = model.num_layers - spec.num_layers
+    with Checkpoint(model_path) as checkpoint:
+
+        def read(name: str) -> Tensor:
+            return checkpoint.tensor(name).float()
+
+        for index, layer in enumerate(network.layers):
+            prefix = f"model.layers.{first + index}"
+            for part in _LAYER_PARTS:
+                layer.get_submodule(part).weight.copy_(read(f"{prefix}.{part}.weight"))
+            if model.has_qk_norm:
+                for part in ("self_attn.q_norm", "self_attn.k_norm"):
+                    layer.get_submodule(part).weight.copy_(read(f"{prefix}.{part}.weight"))
+        network.hidden_norm.weight.copy_(read(f"model.layers.{first}.input_layernorm.weight"))
+        norm = read("model.norm.weight")
+        head = read("model.embed_tokens.weight" if model.is_tied else "lm_head.weight")[:_SPREAD_ROWS]
+    # The layers' output is not what the target's would be, and its norm would make logits far too wide.
+    spread = (head * norm).square().sum(1).sqrt().mean()
+    network.norm.weight.copy_(norm * (_LOGIT_SPREAD / spread))
+    network.fc.weight.mul_(_OTHER_TAPS)
+    deepest = 1 / network.tap_scale[-hidden:]  # undone, so that dimensions keep their proportions
+    network.fc.weight[:, -hidden:] = torch.diag(deepest / deepest.mean())
+
+
+def start_from_drafter(network: DrafterNetwork, path: Path, target: Target) -> None:
+    """Load an existing drafter; ConfigError for one of another shape or kind than is trained here."""
+    found, wanted = DrafterSpec.load(path, target), network.spec
+    if found.generation != 1 or found.has_own_vocab or any(found.windows) or any(found.causal):
+        raise ConfigError(
+            f"{path} is not a DFlash 1 drafter of full attention over the whole vocabulary; leave out --init"
+        )
+    for name in ("num_layers", "tap_layer_ids", "mask_token_id", "head_dim", "num_heads", "num_kv_heads"):
+        if getattr(found, name) != getattr(wanted, name):
+            raise ConfigError(
+                f"{path} has {name} {getattr(found, name)}, and {getattr(wanted, name)} is wanted; "
+                "train with the drafter's own"
+            )
+    weights = load_weights(path, found, target, torch.float32, torch.device("cpu"))
+    if brought := {"embed_tokens.weight", "lm_head.weight"} & weights.keys():
+        raise ModelError(f"{path} brings {', '.join(sorted(brought))} of its own; leave out --init")
+    network.take(weights)
+
+
+def pick_mask_token(model_path: Path, model: ModelSpec, counts: Tensor) -> int:
+    """A special token that the answers never use, the last one; ConfigError when there is none.
+
+    `counts` [vocab] says how often each token occurs.
+    """
+    try:
+        added = json.loads((model_path / "tokenizer.json").read_text())["added_tokens"]
+        special = [token["id"] for token in added if token["special"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        special = []
+    taken = {model.bos_token_id, *model.eos_token_ids}
+    free = [token_id for token_id in special if token_id not in taken and token_id < model.vocab_size]
+    unused = [token_id for token_id in free if counts[token_id] == 0]
+    if not unused:
+        raise ConfigError("the tokenizer has no special token that the data leave free; give --mask-token-id")
+    return max(unused)

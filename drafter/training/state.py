@@ -1,0 +1,101 @@
+"""The state of training on disk: one safetensors file, replaced as a whole.
+
+Held are the weights, their moving average and the optimizer's moments; the order of the data and its random
+choices follow from the step. Nothing is pickled.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...cluster.errors import ConfigError
+from .network import DrafterNetwork
+from .shards import publish
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class TrainState:
+    """A network in training. `average` is what is evaluated and exported."""
+
+    def __init__(self, network: DrafterNetwork, *, lr: float, weight_decay: float, decay: float) -> None:
+        """`decay` is the moving average's, once it has run in."""
+        self.network = network
+        self.step = 0
+        self.elapsed_s = 0.0  # training proper, over all processes that took part one after another
+        self.num_tokens = 0  # answer tokens seen
+        self._decay = decay
+        self._parameters = dict(network.named_parameters())
+        self.average = {name: weight.detach().clone() for name, weight in self._parameters.items()}
+        matrices = [weight for weight in self._parameters.values() if weight.dim() > 1]
+        vectors = [weight for weight in self._parameters.values() if weight.dim() == 1]
+        groups = [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+    @torch.no_grad()
+    def advance(self, max_norm: float, lr: float) -> float:
+        """Clip, step, average; returns the gradient's norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), max_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        decay = min(self._decay, self.step / (self.step + 9))  # else the start would linger
+        torch._foreach_lerp_(list(self.average.values()), list(self._parameters.values()), 1 - decay)
+        return float(norm)
+
+    def save(self, path: Path, settings: dict[str, Any]) -> None:
+        tensors = {f"weight/{name}": weight.detach() for name, weight in self._parameters.items()}
+        tensors |= {f"average/{name}": weight for name, weight in self.average.items()}
+        for name, weight in self._parameters.items():
+            moments = self.optimizer.state[weight]
+            tensors |= {f"{moment}/{name}": moments[moment] for moment in _MOMENTS}
+        head = {
+            "step": self.step,
+            "elapsed_s": self.elapsed_s,
+            "num_tokens": self.num_tokens,
+            "settings": settings,
+        }
+        partial = path.with_name(f"{path.name}.partial")
+        save_file({k: v.contiguous() for k, v in tensors.items()}, partial, {"state": json.dumps(head)})
+        publish(partial, path)
+
+    @torch.no_grad()
+    def load(self, path: Path, settings: dict[str, Any]) -> None:
+        """Go on from a file. Raises ConfigError for one of other settings, naming the first that differs."""
+        head, tensors = _read(path)
+        different = [name for name in settings if head["settings"].get(name) != settings[name]]
+        if different:
+            name = different[0]
+            raise ConfigError(
+                f"{path} was trained with {name} = {head['settings'].get(name)!r}, not {settings[name]!r}; "
+                "keep the setting, or choose another --out"
+            )
+        for name, weight in self._parameters.items():
+            weight.copy_(tensors[f"weight/{name}"])
+            self.average[name].copy_(tensors[f"average/{name}"])
+            self.optimizer.state[weight] = {
+                "step": torch.tensor(float(head["step"]), device=weight.device),
+                **{moment: tensors[f"{moment}/{name}"].to(weight.device) for moment in _MOMENTS},
+            }
+        self.step, self.elapsed_s = head["step"], head["elapsed_s"]
+        self.num_tokens = head["num_tokens"]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            head = json.loads((file.metadata() or {})["state"])
+            # copies: the file is replaced while its mapping would still be in use
+            return head, {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise ConfigError(f"{path} is no state of training ({error}); delete it to begin anew") from None

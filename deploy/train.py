@@ -165,6 +165,36 @@ def fit(
     run_fit(data, resolve_target(model), out, settings, pace, where, num_workers=1 if plain else workers)
 
 
+@train_app.command(name="eval")
+def evaluate(
+    drafter: Annotated[list[str], typer.Option(help="A directory, ngram, default; may be repeated.")],
+    data: Annotated[Path | None, typer.Option(help="Its held-out prompts are the chats.")] = None,
+    model: Model = "default",
+    temperature: Annotated[list[float] | None, typer.Option(help="May be repeated; none: 0.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts per domain, at most.")] = 200,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, at most.")] = 128,
+    max_prompt_len: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 512,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    places: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 8,
+    out: Annotated[Path | None, typer.Option(help="Scores as JSON.")] = None,
+    threads: Threads = None,
+    device: Device = "auto",
+) -> None:
+    """Measure acceptance in the engine, by domain."""
+    from ..cluster.config import load_config
+    from .text import Tokenizer
+    from .train_eval import evaluate as run
+    from .train_eval import gather_prompts, table, write_scores
+
+    path = resolve_target(model)
+    flags = {"dtype": dtype, "device": device, "num_threads": threads, "max_num_seqs": places}
+    prompts = gather_prompts(data, Tokenizer.load(path), limit, max_prompt_len)
+    scores = run(load_config(flags=flags), path, drafter, prompts, temperature or [0.0], max_tokens)
+    print(table(scores))
+    if out is not None:
+        write_scores(out, scores)
+
+
 def resolve_target(model: str) -> Path:
     """A directory is itself; any other name is looked up as everywhere."""
     if Path(model).expanduser().is_dir():

@@ -82,7 +82,9 @@ def drafter_config(
 @torch.no_grad()
 def start_from_target(network: DrafterNetwork, model_path: Path, seed: int) -> None:
     """Copy the target's last layers; `tap_scale` must be set. Raises ModelError for missing weights."""
-    torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        network.fc.reset_parameters()
     model, spec = ModelSpec.load(model_path), network.spec
     hidden = spec.hidden_size
     first = model.num_layers - spec.num_layers

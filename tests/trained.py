@@ -1,0 +1,70 @@
+"""A tiny target with a tokenizer and a chat template, and training data made by it, for tests."""
+
+import json
+from pathlib import Path
+
+import torch
+from front import byte_level, loaded
+from tiny import make_checkpoint
+
+from paceline.deploy.text import Tokenizer
+from paceline.drafter.training.data import DataSettings, Progress, make_data
+from paceline.drafter.training.generation import Generator
+
+TAP_LAYER_IDS = (0, 1)
+CPU = torch.device("cpu")
+
+
+def make_target(path: Path) -> Path:
+    """A random llama of three layers and 512 tokens whose tokenizer has 402."""
+    make_checkpoint(path, "llama")
+    loaded(byte_level(), path)
+    return path
+
+
+def write_chats(path: Path, count: int) -> Path:
+    """A JSON lines file of different short questions."""
+    lines = [{"messages": [{"role": "user", "content": f"what is {n}, fox {n * n}?"}]} for n in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def make_generator(target: Path, *, num_places: int = 8, max_len: int = 96) -> Generator:
+    torch.set_num_threads(1)
+    return Generator(
+        target,
+        num_places=num_places,
+        max_len=max_len,
+        tap_layer_ids=TAP_LAYER_IDS,
+        tap_dtype=torch.float32,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
+def settings_of(**changes: object) -> DataSettings:
+    """Small rounds of short answers."""
+    values: dict[str, object] = {
+        "tap_layer_ids": TAP_LAYER_IDS,
+        "tap_dtype": "float32",
+        "round_len": 12,
+        "shard_len": 4,
+        "max_prompt_len": 64,
+        "max_answer_len": 24,
+        "heldout_share": 0.25,
+    }
+    return DataSettings(**{**values, **changes})  # pyright: ignore[reportArgumentType]
+
+
+def fill(directory: Path, target: Path, settings: DataSettings, num_tokens: int) -> list[Progress]:
+    """Make data of a tiny target; returns what was reported."""
+    reports: list[Progress] = []
+    make_data(
+        directory,
+        make_generator(target, max_len=settings.max_len),
+        Tokenizer.load(target),
+        settings,
+        num_tokens,
+        reports.append,
+    )
+    return reports

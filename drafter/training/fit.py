@@ -210,7 +210,8 @@ class Trainer:
                     report(record, self.num_steps)
                 if not is_last and state.step % pace.walk_every == 0:
                     curves.add_walk(state, self.walk(pace.walk_len))
-                if state.step - last_save >= pace.save_every or is_last:
+                is_due = state.step % pace.log_every == 0 and state.step - last_save >= pace.save_every
+                if is_due or is_last:  # between two rows of the log, so that a resumed one has the same
                     last_save = state.step
                     self._save(file, described)
         final = self.walk(pace.walk_len)

@@ -20,6 +20,7 @@ from ..cluster.errors import ConfigError, PacelineError, UserError
 from ..cluster.model_source import resolve_model
 from .bench.cli import app as bench_app
 from .options import config_command
+from .train import train_app
 
 drafter_app = typer.Typer(help="The drafter of a running server.", no_args_is_help=True)
 app = typer.Typer(
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(drafter_app, name="drafter")
+app.add_typer(train_app, name="train")
 
 
 def main(argv: list[str] | None = None) -> int:

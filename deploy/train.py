@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     import torch
 
 train_app = typer.Typer(
-    help="Train a drafter: data, fit, eval; bare: all of them.", no_args_is_help=True, add_completion=False
+    help="Train a drafter for your own model: data, fit, eval; bare: all of them.", add_completion=False
 )
 
 Model = Annotated[str, typer.Option(help="The target: 'default', a directory, or a Hugging Face id.")]
+Prompts = Annotated[
+    Path | None, typer.Option(help='JSON lines of {"messages": [...]}; none: the target invents them.')
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; none: all cores.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, or cuda.")]
 
@@ -43,9 +46,26 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-@train_app.callback()
-def root() -> None:
-    """Keeps `data` a sub-command while it is the only one."""
+@train_app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    preset: Annotated[str, typer.Option(help="All stages: smollm2-demo (one GPU) or laptop.")] = "laptop",
+    out: Annotated[Path | None, typer.Option(help="Directory of all stages.")] = None,
+    model: Model = "default",
+    prompts: Prompts = None,
+    scale: Annotated[float, typer.Option(help="Shrink data and training, to rehearse.")] = 1.0,
+    threads: Threads = None,
+    device: Device = "auto",
+) -> None:
+    """Without a sub-command: data, fit and eval by a preset, in this process."""
+    if context.invoked_subcommand is not None:
+        return
+    if out is None:
+        raise ConfigError("nothing to do; give --out DIR, or one of data, fit, eval (see --help)")
+    from .training.stages import run_preset
+
+    where, precision = choose_compute(device, "bfloat16", threads)
+    run_preset(preset, out, resolve_target(model), where, precision, scale=scale, prompts=prompts)
 
 
 @train_app.command()
@@ -53,9 +73,7 @@ def data(
     out: Annotated[Path, typer.Option(help="Directory of the data; continued if it has some.")],
     tokens: Annotated[int, typer.Option(min=1, help="Answer tokens wanted for training.")] = 1_000_000,
     model: Model = "default",
-    prompts: Annotated[
-        Path | None, typer.Option(help='JSON lines of {"messages": [...]}; none: the target invents them.')
-    ] = None,
+    prompts: Prompts = None,
     taps: Annotated[
         str | None, typer.Option(help="Blocks to tap, as 1,8,14,20,27; none: five by the published rule.")
     ] = None,
@@ -73,15 +91,13 @@ def data(
     device: Device = "auto",
 ) -> None:
     """Let the target answer prompts and keep its answers with their tap rows."""
-    from ..drafter.training.data import DataSettings, Progress, default_taps, make_data
-    from ..drafter.training.generation import Generator
-    from ..workers.spec import ModelSpec
-    from .text import Tokenizer
+    from ..drafter.training.data import DataSettings, default_taps
+    from ..drafter.training.shape import TargetShape
+    from .training.stages import run_data
 
     path = resolve_target(model)
-    spec = ModelSpec.load(path)
     settings = DataSettings(
-        tap_layer_ids=parse_ids(taps) if taps else default_taps(spec.num_layers, 5),
+        tap_layer_ids=parse_ids(taps) if taps else default_taps(TargetShape.load(path).num_layers, 5),
         tap_dtype=tap_dtype,
         prompts_file=None if prompts is None else str(prompts),
         round_len=round_len,
@@ -92,28 +108,8 @@ def data(
         sampled_share=sampled_share,
         seed=seed,
     )
-    settings.check()
     where, precision = choose_compute(device, dtype, threads)
-    generator = Generator(
-        path,
-        num_places=places,
-        max_len=settings.max_len,
-        tap_layer_ids=settings.tap_layer_ids,
-        tap_dtype=settings.tap_torch_dtype,
-        dtype=precision,
-        device=where,
-    )
-
-    def report(progress: Progress) -> None:
-        left_s = (progress.wanted_tokens - progress.num_tokens) / max(progress.tokens_per_s, 1e-9)
-        print(
-            f"{progress.num_tokens:,} of {progress.wanted_tokens:,} tokens, "
-            f"{progress.num_prompts:,} prompts, "
-            f"{progress.tokens_per_s:.0f} tokens/s, {max(0.0, left_s) / 60:.0f} min left",
-            flush=True,
-        )
-
-    make_data(out, generator, Tokenizer.load(path), settings, tokens, report)
+    run_data(out, path, settings, tokens, num_places=places, device=where, dtype=precision)
 
 
 @train_app.command()
@@ -145,7 +141,7 @@ def fit(
 ) -> None:
     """Train a drafter on the data of `paceline train data`."""
     from ..drafter.training.fit import FitPace, FitSettings
-    from .train_road import run_fit
+    from .training.stages import run_fit
 
     settings = FitSettings(
         num_layers=layers,
@@ -169,7 +165,7 @@ def fit(
 
 @train_app.command(name="eval")
 def evaluate(
-    drafter: Annotated[list[str], typer.Option(help="A directory, ngram, default; may be repeated.")],
+    drafter: Annotated[list[str], typer.Option(help="DIR, DIR+ngram, ngram; may be repeated.")],
     data: Annotated[Path | None, typer.Option(help="Its held-out prompts are the chats.")] = None,
     model: Model = "default",
     temperature: Annotated[list[float] | None, typer.Option(help="May be repeated; none: 0.")] = None,
@@ -184,9 +180,9 @@ def evaluate(
 ) -> None:
     """Measure acceptance in the engine, by domain."""
     from ..cluster.config import load_config
-    from .text import Tokenizer
-    from .train_eval import evaluate as run
-    from .train_eval import gather_prompts, table, write_scores
+    from .api.text import Tokenizer
+    from .training.evaluation import evaluate as run
+    from .training.evaluation import gather_prompts, table, write_scores
 
     path = resolve_target(model)
     flags = {"dtype": dtype, "device": device, "num_threads": threads, "max_num_seqs": places}

@@ -7,9 +7,9 @@ import torch
 from front import byte_level, loaded
 from tiny import make_checkpoint
 
-from paceline.deploy.text import Tokenizer
-from paceline.drafter.training.data import DataSettings, Progress, make_data
-from paceline.drafter.training.generation import Generator
+from paceline.deploy.api.text import Tokenizer
+from paceline.deploy.training.writer import TargetWriter
+from paceline.drafter.training.data import DataProgress, DataSettings, make_data
 
 TAP_LAYER_IDS = (0, 1)
 CPU = torch.device("cpu")
@@ -29,9 +29,9 @@ def write_chats(path: Path, count: int) -> Path:
     return path
 
 
-def make_generator(target: Path, *, num_places: int = 8, max_len: int = 96) -> Generator:
+def make_writer(target: Path, *, num_places: int = 8, max_len: int = 96) -> TargetWriter:
     torch.set_num_threads(1)
-    return Generator(
+    return TargetWriter(
         target,
         num_places=num_places,
         max_len=max_len,
@@ -56,12 +56,12 @@ def settings_of(**changes: object) -> DataSettings:
     return DataSettings(**{**values, **changes})  # pyright: ignore[reportArgumentType]
 
 
-def fill(directory: Path, target: Path, settings: DataSettings, num_tokens: int) -> list[Progress]:
+def fill(directory: Path, target: Path, settings: DataSettings, num_tokens: int) -> list[DataProgress]:
     """Make data of a tiny target; returns what was reported."""
-    reports: list[Progress] = []
+    reports: list[DataProgress] = []
     make_data(
         directory,
-        make_generator(target, max_len=settings.max_len),
+        make_writer(target, max_len=settings.max_len),
         Tokenizer.load(target),
         settings,
         num_tokens,

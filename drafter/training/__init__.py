@@ -1,7 +1,7 @@
 """Training a DFlash drafter: prompts, the target's answers with their tap rows, the objective, the result.
 
     prompts.py     what is asked: a file of chats, or questions the target invents itself
-    generation.py  the target answers in large batches; tap rows are kept as they are computed
+    writing.py     what is asked of the target, and what it gives back
     shards.py      answers and tap rows on disk, memory-mapped, each file written once
     data.py        prompts -> answers -> shards, resumable after a kill at any moment
     network.py     the drafter as a trainable module; the formulas of `drafter/dflash.py`
@@ -10,5 +10,5 @@
     walk.py        what drafting would have accepted on recorded text
     export.py      the published layout, and the model card
 
-Nothing here needs Ray, a socket or a network, so that a bare GPU machine can train.
+Nothing here but `ray_road.py` needs Ray, a socket or a network, so that a bare GPU machine can train.
 """

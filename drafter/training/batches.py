@@ -4,7 +4,7 @@ So training that was killed goes on with the batch it would have seen next, and 
 has to be kept.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -111,7 +111,7 @@ def training_batches(
     first_step: int,
     rank: int,
     num_ranks: int,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """This rank's batches from a step on, without end; the next is made while one is used.
 
     A step takes `num_ranks` batches of the pass's plan, one for each rank.

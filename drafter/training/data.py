@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from ...cluster.errors import ConfigError
-from .generation import Generator, Task, Written
 from .prompts import (
     Prompt,
     Split,
@@ -33,6 +32,7 @@ from .prompts import (
     share_of,
 )
 from .shards import Shard, publish, write_shard
+from .writing import Task, Writer, Written
 
 TAP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _MAX_ROUNDS = 100_000
@@ -73,7 +73,7 @@ class DataSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class DataProgress:
     """How far the data are; answer tokens of the training split."""
 
     num_tokens: int
@@ -91,37 +91,39 @@ def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
 
 def make_data(
     directory: Path,
-    generator: Generator,
+    writer: Writer,
     text: Text,
     settings: DataSettings,
     wanted_tokens: int,
-    report: Callable[[Progress], None],
+    report: Callable[[DataProgress], None],
+    max_minutes: float | None = None,
 ) -> None:
-    """Add rounds to `directory` until it holds `wanted_tokens` of training answers.
+    """Add rounds to `directory` until it holds `wanted_tokens` of training answers, or the time is over.
 
     Raises ConfigError for a directory of other settings, or a disk that is too small; with a file of prompts
     it may end before, when the file does.
     """
     settings.check()
-    _take_settings(directory, settings, generator)
+    _take_settings(directory, settings)
     chats = None if settings.prompts_file is None else read_chats(Path(settings.prompts_file))
     began_s, num_new = time.perf_counter(), 0
     num_tokens = num_prompts = 0
     known: set[str] = set()
     for number in range(_MAX_ROUNDS):
-        prompts = _prompts_of(directory, number, generator, text, settings, chats, known)
+        prompts = _prompts_of(directory, number, writer, text, settings, chats, known)
         if prompts is None:
             return
         known.update(prompt.key for prompt in prompts)
         num_prompts += len(prompts)
-        for split, shard, is_new in _answers(directory, number, prompts, generator, settings):
+        for split, shard, is_new in _answers(directory, number, prompts, writer, settings):
             if split == "train":
                 num_tokens += shard.num_answer_tokens
             num_new += shard.num_answer_tokens if is_new else 0
             rate = num_new / (time.perf_counter() - began_s)
             if is_new:
-                report(Progress(num_tokens, wanted_tokens, rate, num_prompts))
-            if num_tokens >= wanted_tokens:
+                report(DataProgress(num_tokens, wanted_tokens, rate, num_prompts))
+            is_late = max_minutes is not None and time.perf_counter() - began_s > 60 * max_minutes
+            if num_tokens >= wanted_tokens or is_late:
                 return
 
 
@@ -151,16 +153,9 @@ def read_settings(directory: Path) -> dict[str, Any]:
         ) from None
 
 
-def _take_settings(directory: Path, settings: DataSettings, generator: Generator) -> None:
+def _take_settings(directory: Path, settings: DataSettings) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    spec = generator.spec
-    if settings.max_len > spec.max_model_len:
-        raise ConfigError(
-            f"a prompt of {settings.max_prompt_len} and an answer of {settings.max_answer_len} tokens exceed "
-            f"the model's {spec.max_model_len}; lower one of them"
-        )
-    target = {"architecture": spec.architecture, "layers": spec.num_layers, "hidden_size": spec.hidden_size}
-    wanted = json.loads(json.dumps({**asdict(settings), "target": target}))
+    wanted = json.loads(json.dumps(asdict(settings)))
     file = directory / "data.json"
     if not file.exists():
         partial = file.with_name("data.json.partial")
@@ -178,7 +173,7 @@ def _take_settings(directory: Path, settings: DataSettings, generator: Generator
 def _prompts_of(
     directory: Path,
     number: int,
-    generator: Generator,
+    writer: Writer,
     text: Text,
     settings: DataSettings,
     chats: list[list[dict[str, str]]] | None,
@@ -190,7 +185,7 @@ def _prompts_of(
         return load_prompts(file)
     first = number * settings.round_len
     if chats is None:
-        found = invent(generator, text, settings.round_len, settings.seed * _MAX_ROUNDS + number)
+        found = invent(writer, text, settings.round_len, settings.seed * _MAX_ROUNDS + number)
     elif first < len(chats):
         found = (("chat", chat) for chat in chats[first : first + settings.round_len])
     else:
@@ -207,12 +202,12 @@ def _prompts_of(
 
 
 def _answers(
-    directory: Path, number: int, prompts: list[Prompt], generator: Generator, settings: DataSettings
+    directory: Path, number: int, prompts: list[Prompt], writer: Writer, settings: DataSettings
 ) -> Iterator[tuple[Split, Shard, bool]]:
     """Every shard of a round in order, and whether it had to be made."""
     plan = _plan(directory, number, prompts, settings)
     missing = [(path, wanted) for _, path, wanted in plan if not path.exists()]
-    made = _make_shards(missing, prompts, generator, settings)
+    made = _make_shards(missing, prompts, writer, settings)
     for split, path, _ in plan:
         is_new = not path.exists()
         if is_new:
@@ -235,12 +230,12 @@ def _plan(
 
 
 def _make_shards(
-    missing: list[tuple[Path, list[int]]], prompts: list[Prompt], generator: Generator, settings: DataSettings
+    missing: list[tuple[Path, list[int]]], prompts: list[Prompt], writer: Writer, settings: DataSettings
 ) -> Iterator[Path]:
     """Write the missing shards, each as soon as its last answer is there; later ones are begun meanwhile."""
     order = [index for _, indices in missing for index in indices]
-    tasks = [_task(prompts[index], generator, settings) for index in order]
-    written = generator.write(iter(tasks), with_taps=True)
+    tasks = [_task(prompts[index], writer, settings) for index in order]
+    written = writer.write(iter(tasks), with_taps=True)
     done: dict[int, Written] = {}  # by place in `order`
     first = 0
     for path, indices in missing:
@@ -255,12 +250,12 @@ def _make_shards(
         yield path
 
 
-def _task(prompt: Prompt, generator: Generator, settings: DataSettings) -> Task:
+def _task(prompt: Prompt, writer: Writer, settings: DataSettings) -> Task:
     is_sampled = prompt.split == "train" and share_of(prompt.key, "sampled") < settings.sampled_share
     return Task(
         prompt_ids=prompt.token_ids,
         max_tokens=settings.max_answer_len,
-        stop_ids=frozenset(generator.spec.eos_token_ids),
+        stop_ids=frozenset(writer.stop_ids),
         seed=int(share_of(prompt.key, f"seed {settings.seed}") * 2**48),
         temperature=settings.temperature if is_sampled else 0.0,
     )

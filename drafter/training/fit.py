@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from ...cluster.errors import ConfigError
 from ...kernels.dtypes import has_bfloat16_products
-from ...workers.spec import ModelSpec
 from ..target import Target
 from .batches import Batch, Examples, steps_per_pass, training_batches
 from .blocks import slot_weights
@@ -33,6 +32,7 @@ from .export import export_drafter, write_config
 from .head import TrainingHead
 from .initial import drafter_config, pick_mask_token, start_from_drafter, start_from_target
 from .network import DrafterNetwork
+from .shape import TargetShape
 from .shards import Example
 from .state import TrainState
 from .walk import Walk, walk
@@ -143,16 +143,16 @@ class Trainer:
         self.settings, self.device, self.ranks, self.out = settings, device, ranks, out
         self.examples = Examples(find_shards(data, "train"))
         self.heldout = Examples(find_shards(data, "heldout"))
-        model = ModelSpec.load(model_path)
-        target = Target.load(model_path, model.max_model_len, torch.float32, torch.device("cpu"))
-        counts = self.examples.token_counts(model.vocab_size)
+        shape = TargetShape.load(model_path)
+        target = Target.load(model_path, shape.max_len, torch.float32, torch.device("cpu"))
+        counts = self.examples.token_counts(shape.vocab_size)
         mask_token_id = settings.mask_token_id
         if mask_token_id is None:
-            mask_token_id = pick_mask_token(model_path, model, counts)
+            mask_token_id = pick_mask_token(model_path, shape, counts)
         self.spec = write_config(
             out / "drafter",
             drafter_config(
-                model,
+                shape,
                 num_layers=settings.num_layers,
                 block_size=settings.block_size,
                 tap_layer_ids=tuple(read_settings(data)["tap_layer_ids"]),
@@ -164,7 +164,7 @@ class Trainer:
         network = DrafterNetwork(self.spec, max(max(self.examples.lens), max(self.heldout.lens)))
         network.tap_scale.copy_(1 / tap_std(self.examples))
         if settings.init is None:
-            start_from_target(network, model_path, settings.seed)
+            start_from_target(network, model_path, target, settings.seed)
         else:
             start_from_drafter(network, Path(settings.init), target)
         network.to(device)

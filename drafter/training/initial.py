@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ...cluster.checkpoint import Checkpoint
 from ...cluster.errors import ConfigError, ModelError
-from ...workers.spec import ModelSpec
 from ..spec import DrafterSpec
 from ..target import Target
 from ..weights import load_weights
 from .network import DrafterNetwork
+from .shape import TargetShape
 
 _LOGIT_SPREAD = 1.5  # of a random row through the final norm and the head
 _OTHER_TAPS = 0.3  # of a fresh fc's random weights; the deepest tap passes straight
@@ -36,39 +36,44 @@ _LAYER_PARTS = (
 
 
 def drafter_config(
-    model: ModelSpec, *, num_layers: int, block_size: int, tap_layer_ids: tuple[int, ...], mask_token_id: int
+    shape: TargetShape,
+    *,
+    num_layers: int,
+    block_size: int,
+    tap_layer_ids: tuple[int, ...],
+    mask_token_id: int,
 ) -> dict[str, Any]:
     """config.json of a drafter shaped like its target's layers, in the published layout.
 
     Raises ConfigError for options that make no drafter of this target.
     """
-    if not 1 <= num_layers <= model.num_layers:
-        raise ConfigError(f"{num_layers} draft layers; choose 1 to {model.num_layers}, what the target has")
+    if not 1 <= num_layers <= shape.num_layers:
+        raise ConfigError(f"{num_layers} draft layers; choose 1 to {shape.num_layers}, what the target has")
     if block_size < 2:
         raise ConfigError(f"a block of {block_size} drafts nothing; choose 2 or more")
-    if not 0 <= mask_token_id < model.vocab_size:
-        raise ConfigError(f"mask token {mask_token_id} is outside the vocabulary of {model.vocab_size}")
+    if not 0 <= mask_token_id < shape.vocab_size:
+        raise ConfigError(f"mask token {mask_token_id} is outside the vocabulary of {shape.vocab_size}")
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "hidden_act": "silu",
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "max_position_embeddings": model.max_model_len,
-        "rms_norm_eps": model.rms_norm_eps,
-        "rope_theta": model.rope.theta,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_len,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "layer_types": ["full_attention"] * num_layers,
         "use_sliding_window": False,
         "sliding_window": None,
         "tie_word_embeddings": False,
-        "num_target_layers": model.num_layers,
+        "num_target_layers": shape.num_layers,
         "block_size": block_size,
         "dflash_config": {
             "block_size": block_size,
@@ -80,30 +85,32 @@ def drafter_config(
 
 
 @torch.no_grad()
-def start_from_target(network: DrafterNetwork, model_path: Path, seed: int) -> None:
+def start_from_target(network: DrafterNetwork, model_path: Path, target: Target, seed: int) -> None:
     """Copy the target's last layers; `tap_scale` must be set. Raises ModelError for missing weights."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         network.fc.reset_parameters()
-    model, spec = ModelSpec.load(model_path), network.spec
+    spec = network.spec
     hidden = spec.hidden_size
-    first = model.num_layers - spec.num_layers
+    first = TargetShape.load(model_path).num_layers - spec.num_layers
     with Checkpoint(model_path) as checkpoint:
 
         def read(name: str) -> Tensor:
             return checkpoint.tensor(name).float()
 
-        for index, layer in enumerate(network.layers):
+        for index in range(spec.num_layers):
             prefix = f"model.layers.{first + index}"
             for part in _LAYER_PARTS:
-                layer.get_submodule(part).weight.copy_(read(f"{prefix}.{part}.weight"))
-            if model.has_qk_norm:
-                for part in ("self_attn.q_norm", "self_attn.k_norm"):
-                    layer.get_submodule(part).weight.copy_(read(f"{prefix}.{part}.weight"))
+                network.get_parameter(f"layers.{index}.{part}.weight").copy_(read(f"{prefix}.{part}.weight"))
+            for part in ("self_attn.q_norm", "self_attn.k_norm"):
+                if f"{prefix}.{part}.weight" in checkpoint.names:
+                    network.get_parameter(f"layers.{index}.{part}.weight").copy_(
+                        read(f"{prefix}.{part}.weight")
+                    )
         network.hidden_norm.weight.copy_(read(f"model.layers.{first}.input_layernorm.weight"))
         norm = read("model.norm.weight")
-        head = read("model.embed_tokens.weight" if model.is_tied else "lm_head.weight")[:_SPREAD_ROWS]
     # The layers' output is not what the target's would be, and its norm would make logits far too wide.
+    head = (target.embedding if target.head is None else target.head)[:_SPREAD_ROWS].float()
     spread = (head * norm).square().sum(1).sqrt().mean()
     network.norm.weight.copy_(norm * (_LOGIT_SPREAD / spread))
     network.fc.weight.mul_(_OTHER_TAPS)
@@ -130,7 +137,7 @@ def start_from_drafter(network: DrafterNetwork, path: Path, target: Target) -> N
     network.take(weights)
 
 
-def pick_mask_token(model_path: Path, model: ModelSpec, counts: Tensor) -> int:
+def pick_mask_token(model_path: Path, shape: TargetShape, counts: Tensor) -> int:
     """A special token that the answers never use, the last one; ConfigError when there is none.
 
     `counts` [vocab] says how often each token occurs.
@@ -140,8 +147,11 @@ def pick_mask_token(model_path: Path, model: ModelSpec, counts: Tensor) -> int:
         special = [token["id"] for token in added if token["special"]]
     except (OSError, ValueError, KeyError, TypeError):
         special = []
-    taken = {model.bos_token_id, *model.eos_token_ids}
-    free = [token_id for token_id in special if token_id not in taken and token_id < model.vocab_size]
+    free = [
+        token_id
+        for token_id in special
+        if token_id not in shape.named_token_ids and token_id < shape.vocab_size
+    ]
     unused = [token_id for token_id in free if counts[token_id] == 0]
     if not unused:
         raise ConfigError("the tokenizer has no special token that the data leave free; give --mask-token-id")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ...cluster.errors import ConfigError
-from .generation import Generator, Task
 from .topics import OPENINGS, QUESTIONS, TOPICS
+from .writing import Task, Writer
 
 Split = Literal["train", "heldout"]
 
@@ -112,9 +112,7 @@ def share_of(key: str, purpose: str) -> float:
     return int(hashlib.sha256(f"{purpose}:{key}".encode()).hexdigest()[:12], 16) / 16**12
 
 
-def invent(
-    generator: Generator, text: Text, count: int, seed: int
-) -> Iterator[tuple[str, list[dict[str, str]]]]:
+def invent(writer: Writer, text: Text, count: int, seed: int) -> Iterator[tuple[str, list[dict[str, str]]]]:
     """At most `count` (domain, conversation) pairs, in the same order for the same seed.
 
     A question that has no end after `MAX_QUESTION_TOKENS`, or next to no words, is dropped.
@@ -129,11 +127,11 @@ def invent(
             whole.append((domain, question.format(topic=draw.choice(TOPICS))))
         else:
             openings.append(draw.choice(OPENINGS) if kind < _TOPIC_SHARE + _OPENED_SHARE else ("chat", ""))
-    stop_ids = frozenset({frame.after[0], *generator.spec.eos_token_ids})
+    stop_ids = frozenset({frame.after[0], *writer.stop_ids})
     tasks = [
         Task(
             prompt_ids=(prompt_ids := frame.before + (text.encode_word(opening) if opening else [])),
-            max_tokens=min(MAX_QUESTION_TOKENS, generator.max_len - len(prompt_ids)),
+            max_tokens=min(MAX_QUESTION_TOKENS, writer.max_len - len(prompt_ids)),
             stop_ids=stop_ids,
             seed=draw.getrandbits(63),
             temperature=1.0,
@@ -141,7 +139,7 @@ def invent(
         )
         for _, opening in openings
     ]
-    finished = sorted(generator.write(iter(tasks), with_taps=False), key=lambda written: written.index)
+    finished = sorted(writer.write(iter(tasks), with_taps=False), key=lambda written: written.index)
     for written in finished:
         domain, opening = openings[written.index]
         question = (opening + text.decode(written.answer_ids)).strip()

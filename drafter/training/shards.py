@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...cluster.errors import ConfigError
-from .generation import Written
+from .writing import Written
 
 _NAMES = ("token_ids", "offsets", "prompt_lens", "prompt_ids", "temperatures", "taps")
 

@@ -50,7 +50,8 @@ class TrainState:
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         decay = min(self._decay, self.step / (self.step + 9))  # else the start would linger
-        torch._foreach_lerp_(list(self.average.values()), list(self._parameters.values()), 1 - decay)
+        for name, weight in self._parameters.items():
+            self.average[name].lerp_(weight, 1 - decay)
         return float(norm)
 
     def save(self, path: Path, settings: dict[str, Any]) -> None:

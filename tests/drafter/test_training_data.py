@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from trained import TAP_LAYER_IDS, fill, make_generator, make_target, settings_of, write_chats
+from trained import TAP_LAYER_IDS, fill, make_target, make_writer, settings_of, write_chats
 from transformers import AutoModelForCausalLM
 
 from paceline.cluster.errors import ConfigError
-from paceline.deploy.text import Tokenizer
+from paceline.deploy.api.text import Tokenizer
+from paceline.deploy.training.writer import TargetWriter
 from paceline.drafter.training.data import default_taps, find_prompts, find_shards
-from paceline.drafter.training.generation import Generator, Task
 from paceline.drafter.training.prompts import Frame, invent, read_chats
 from paceline.drafter.training.shards import Shard, write_shard
+from paceline.drafter.training.writing import Task
 
 CLI_SETTINGS = {
     "tokens": 500,
@@ -55,8 +56,8 @@ def data(tmp_path_factory: pytest.TempPathFactory, target: Path, chats: Path) ->
 
 
 @pytest.fixture(scope="module")
-def generator(target: Path) -> Generator:
-    return make_generator(target, num_places=3)
+def writer(target: Path) -> TargetWriter:
+    return make_writer(target, num_places=3)
 
 
 def tasks(count: int) -> list[Task]:
@@ -73,10 +74,10 @@ def tasks(count: int) -> list[Task]:
     ]
 
 
-def test_rows_and_greedy_tokens_are_the_models(generator: Generator, target: Path) -> None:
+def test_rows_and_greedy_tokens_are_the_models(writer: TargetWriter, target: Path) -> None:
     """Tap j is the residual stream after block j; a shift by one block or one token would be seen."""
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    for written in generator.write(iter(tasks(7)), with_taps=True):
+    for written in writer.write(iter(tasks(7)), with_taps=True):
         token_ids = torch.tensor(written.token_ids)
         with torch.inference_mode():
             out = model(token_ids[None], output_hidden_states=True)
@@ -90,26 +91,27 @@ def test_rows_and_greedy_tokens_are_the_models(generator: Generator, target: Pat
             assert written.token_ids[written.prompt_len :] == expected.tolist()
 
 
-def test_a_sequence_does_not_depend_on_what_is_written_beside_it(generator: Generator) -> None:
+def test_a_sequence_does_not_depend_on_what_is_written_beside_it(writer: TargetWriter) -> None:
     wanted = tasks(8)
 
-    together = {w.index: w for w in generator.write(iter(wanted), with_taps=True)}
-    alone = [next(generator.write(iter([task]), with_taps=True)) for task in wanted]
+    together = {w.index: w for w in writer.write(iter(wanted), with_taps=True)}
+    alone = [next(writer.write(iter([task]), with_taps=True)) for task in wanted]
 
     for index, written in enumerate(alone):
         assert together[index].token_ids == written.token_ids
-        assert together[index].taps is not None
-        assert written.taps is not None
-        assert torch.equal(together[index].taps, written.taps)
+        rows, alone_rows = together[index].taps, written.taps
+        assert rows is not None
+        assert alone_rows is not None
+        assert torch.equal(rows, alone_rows)
 
 
-def test_a_stop_token_ends_a_sequence(generator: Generator) -> None:
+def test_a_stop_token_ends_a_sequence(writer: TargetWriter) -> None:
     (task,) = tasks(1)
-    (free,) = generator.write(iter([dataclasses.replace(task, max_tokens=20)]), with_taps=False)
+    (free,) = writer.write(iter([dataclasses.replace(task, max_tokens=20)]), with_taps=False)
     stop_id = free.answer_ids[4]
 
     stopping = dataclasses.replace(task, max_tokens=20, stop_ids=frozenset({stop_id}))
-    (written,) = generator.write(iter([stopping]), with_taps=False)
+    (written,) = writer.write(iter([stopping]), with_taps=False)
 
     assert written.is_stopped
     assert written.token_ids[-1] == stop_id
@@ -194,8 +196,8 @@ def test_other_settings_are_refused(data: Path, target: Path, chats: Path) -> No
 
 
 def test_rows_that_do_not_fit_their_dtype_are_refused(tmp_path: Path, target: Path) -> None:
-    generator = make_generator(target)
-    (written,) = generator.write(iter(tasks(1)), with_taps=True)
+    writer = make_writer(target)
+    (written,) = writer.write(iter(tasks(1)), with_taps=True)
     assert written.taps is not None
     written.taps[0, 0, 0] = float("inf")
     with pytest.raises(ConfigError, match="--tap-dtype bfloat16"):
@@ -208,9 +210,9 @@ def test_rows_that_do_not_fit_their_dtype_are_refused(tmp_path: Path, target: Pa
 
 def test_invented_questions_are_the_same_for_a_seed(target: Path) -> None:
     text = Tokenizer.load(target)
-    generator = make_generator(target, max_len=48)
+    writer = make_writer(target, max_len=48)
 
-    first, again, other = (list(invent(generator, text, 12, seed)) for seed in (3, 3, 4))
+    first, again, other = (list(invent(writer, text, 12, seed)) for seed in (3, 3, 4))
 
     assert first == again != other
     for _, (message,) in first:

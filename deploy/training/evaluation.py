@@ -13,16 +13,18 @@ from pathlib import Path
 
 import msgspec
 
-from ..cluster.config import Config
-from ..cluster.errors import ConfigError, EngineError
-from ..cluster.messages import SamplingParams
-from ..drafter.training.data import find_prompts
-from ..workers.spec import ModelSpec
-from .assemble import start_local_engine
-from .drafter_source import with_drafter
-from .engine import Engine
-from .text import Tokenizer
-from .train_eval_prompts import EXTRACT, SUMMARISE
+from ...cluster.config import Config
+from ...cluster.errors import ConfigError, EngineError
+from ...cluster.messages import SamplingParams
+from ...drafter.training.data import find_prompts
+from ...workers.spec import ModelSpec
+from ..api.text import Tokenizer
+from ..assemble import start_local_engine
+from ..drafter_source import with_drafter
+from ..engine import Engine
+from .eval_prompts import EXTRACT, SUMMARISE
+
+_WITH_LOOKUP = "+ngram"
 
 Prompts = dict[str, list[list[int]]]  # token ids by domain
 
@@ -82,19 +84,19 @@ def evaluate(
 ) -> list[Score]:
     """Every drafter, domain and temperature; drafters as `--drafter` names them.
 
+    A network drafts alone, or, when its name ends in "+ngram", with prompt lookup beside it.
+
     Raises ModelError or ConfigError for what cannot be loaded or does not fit.
     """
     if not temperatures or not drafters:
         raise ConfigError("nothing to evaluate; give a drafter and a temperature")
-    engine = msgspec.structs.replace(config.engine, draft_budget=False)
-    steady = msgspec.structs.replace(config, engine=engine)
     stop_ids = list(ModelSpec.load(model_path).eos_token_ids)
     return [
         score
         for drafter in drafters
         for score in asyncio.run(
             _evaluate_one(
-                with_drafter(steady, drafter),
+                _measuring(config, drafter),
                 model_path,
                 drafter,
                 prompts,
@@ -123,6 +125,15 @@ def table(scores: Sequence[Score]) -> str:
 
 def write_scores(file: Path, scores: Sequence[Score]) -> None:
     file.write_text(json.dumps([asdict(score) for score in scores], indent=1) + "\n")
+
+
+def _measuring(config: Config, drafter: str) -> Config:
+    """The configuration that verifies every draft of `drafter`."""
+    engine = msgspec.structs.replace(
+        config.engine, draft_budget=False, prompt_lookup=drafter.endswith(_WITH_LOOKUP)
+    )
+    steady = msgspec.structs.replace(config, engine=engine)
+    return with_drafter(steady, drafter.removesuffix(_WITH_LOOKUP))
 
 
 async def _evaluate_one(

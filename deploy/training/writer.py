@@ -7,13 +7,14 @@ and seed, not on what is written beside it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...cluster.errors import ConfigError
+from ...drafter.training.writing import Task, Written
 from ...kernels import filters, noise, sampling
 from ...kernels.backend import choose_backend
 from ...kernels.rows import Rows
@@ -26,36 +27,6 @@ from ...workers.taps import TapScratch, tap_shape
 
 PAGE_SIZE = 16
 MAX_STEP_ROWS = 2048  # bounds the memory of a step that starts many prompts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One sequence to write behind a prompt."""
-
-    prompt_ids: list[int]
-    max_tokens: int
-    stop_ids: frozenset[int]
-    seed: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A sequence of L tokens, prompt included, and the tap rows [L - 1, taps, H] behind all but its last."""
-
-    index: int  # of its task
-    token_ids: list[int]
-    prompt_len: int
-    is_stopped: bool  # by a stop token, which is its last; else by length
-    taps: Tensor | None
-
-    @property
-    def answer_ids(self) -> list[int]:
-        """Without the prompt and the stop token."""
-        return self.token_ids[self.prompt_len : len(self.token_ids) - self.is_stopped]
 
 
 class _Place:
@@ -74,8 +45,8 @@ class _Place:
         return self.is_stopped() or len(self.token_ids) >= len(self.task.prompt_ids) + self.task.max_tokens
 
 
-class Generator:
-    """A target, `num_places` sequences of at most `max_len` tokens, and their tap rows.
+class TargetWriter:
+    """A target, `num_places` sequences of at most `max_len` tokens, and their tap rows: a `Writer`.
 
     `tap_dtype` is that of the rows handed out. Raises ModelError for a model that cannot be loaded, and
     ConfigError for a tapped block it does not have. Not thread-safe.
@@ -92,9 +63,15 @@ class Generator:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.spec = ModelSpec.load(model_path)
+        spec = ModelSpec.load(model_path)
+        if max_len > spec.max_model_len:
+            raise ConfigError(
+                f"a prompt and its answer may have {max_len} tokens, but the model is made for "
+                f"{spec.max_model_len}; shorten one of them"
+            )
         self.num_places, self.max_len, self.device = num_places, max_len, device
-        partition = Partition(self.spec, 0, 1)
+        self.stop_ids = frozenset(spec.eos_token_ids)
+        partition = Partition(spec, 0, 1)
         backend = choose_backend(device)
         self._model = Decoder(
             model_path, partition, backend, Solo(), max_len=max_len, dtype=dtype, device=device
@@ -105,8 +82,8 @@ class Generator:
         self._max_rows = max(MAX_STEP_ROWS, num_places, max_len)
         shape = tap_shape(
             tap_layer_ids,
-            num_layers=self.spec.num_layers,
-            hidden_size=self.spec.hidden_size,
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
             max_num_rows=self._max_rows,
         )
         self._scratch = TapScratch(tap_layer_ids, torch.zeros(shape, dtype=dtype, device=device))

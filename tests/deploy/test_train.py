@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from trained import fill, make_target, settings_of, write_chats
 
 from paceline.deploy.cli import main
@@ -23,7 +22,6 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 from paceline.deploy.train import main
-sys.argv[1:] = sys.argv[1:]
 sys.exit(main())
 """
 
@@ -91,11 +89,8 @@ def test_a_mistake_is_one_line_with_its_remedy(
 @pytest.mark.slow
 def test_a_preset_runs_all_stages_at_a_small_scale(tmp_path: Path, default_model: Path) -> None:
     """The twelve minutes of one GPU, rehearsed here with a thousandth of the tokens and the real model."""
-    torch.set_num_threads(2)
-
     code = main(
-        ["train", "--preset", "smollm2-demo", "--out", str(tmp_path), "--scale", "0.001", "--threads", "2"]
-        + ["--model", str(default_model)]
+        ["train", "--preset=smollm2-demo", f"--out={tmp_path}", "--scale=0.001", f"--model={default_model}"]
     )
 
     assert code == 0
@@ -107,7 +102,8 @@ def test_a_preset_runs_all_stages_at_a_small_scale(tmp_path: Path, default_model
 
 
 @pytest.mark.slow
-def test_ray_train_runs_two_workers(tmp_path: Path, target: Path, chats: Path, ray_local: None) -> None:
+@pytest.mark.usefixtures("ray_local")
+def test_ray_train_runs_two_workers(tmp_path: Path, target: Path, chats: Path) -> None:
     from paceline.drafter.training.ray_road import fit_on_ray
 
     fill(tmp_path / "d", target, settings_of(prompts_file=str(chats), round_len=60), 10**9)

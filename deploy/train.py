@@ -133,8 +133,7 @@ def fit(
     save_every: Annotated[int, typer.Option(min=1, help="Steps per checkpoint.")] = 500,
     walk_every: Annotated[int, typer.Option(min=1, help="Steps per look at held-out text.")] = 1000,
     walk_len: Annotated[int, typer.Option(min=1, help="Held-out sequences it looks at.")] = 32,
-    workers: Annotated[int, typer.Option(min=1, help="Processes, over Ray Train when above 1.")] = 1,
-    plain: Annotated[bool, typer.Option("--plain", help="This process alone, without Ray.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes; above 1 over Ray Train.")] = 1,
     seed: int = 0,
     threads: Threads = None,
     device: Device = "auto",
@@ -160,7 +159,7 @@ def fit(
     )
     pace = FitPace(log_every=log_every, save_every=save_every, walk_every=walk_every, walk_len=walk_len)
     where, _ = choose_compute(device, "float32", threads)
-    run_fit(data, resolve_target(model), out, settings, pace, where, num_workers=1 if plain else workers)
+    run_fit(data, resolve_target(model), out, settings, pace, where, num_workers=workers)
 
 
 @train_app.command(name="eval")

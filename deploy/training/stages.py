@@ -1,18 +1,20 @@
 """The stages of `paceline train` as functions, with what a person sees of them."""
 
 import importlib.util
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ...cluster.errors import ConfigError
 from ...drafter.training.curves import StepRecord
 from ...drafter.training.data import DataProgress, DataSettings, default_taps, make_data
-from ...drafter.training.fit import FitPace, FitSettings, Fitted, fit
+from ...drafter.training.fit import FitPace, FitSettings, Fitted, Ranks, fit
 from ...drafter.training.shape import TargetShape
 from ..api.text import Tokenizer
 from .presets import PRESETS
@@ -41,12 +43,15 @@ class FitView:
         if self._console.is_terminal:
             self._bar.stop()
 
+    def print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
     def report(self, record: StepRecord, num_steps: int) -> None:
         text = describe(record, num_steps)
         if self._console.is_terminal:
             self._bar.update(self._task, description=text, completed=record.step, total=num_steps)
         else:
-            self._console.print(text, soft_wrap=True)
+            self.print(text)
 
 
 def describe(record: StepRecord, num_steps: int) -> str:
@@ -69,21 +74,35 @@ def run_fit(
     *,
     num_workers: int,
 ) -> Fitted | None:
-    """Train here, or in `num_workers` processes of Ray Train."""
+    """Train here (as one of torchrun's processes, if it started this one), or on Ray Train."""
     if num_workers > 1:
         from ...drafter.training.ray_road import fit_on_ray
 
         fit_on_ray(data, model_path, out, settings, pace, num_workers, use_gpu=device.type == "cuda")
         return None
-    with FitView() as view:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        device = _join_processes(device)
+    is_first = Ranks.of_process_group().rank == 0
+    with FitView(Console(highlight=False, quiet=not is_first)) as view:
         fitted = fit(data, model_path, out, settings, pace, device, view.report)
     slots = " ".join(f"{share:.3f}" for share in fitted.walk.per_slot)
-    print(
+    view.print(
         f"{fitted.path}: {fitted.num_steps} steps, {fitted.num_tokens:,} tokens, "
         f"{fitted.elapsed_s / 60:.1f} min; held-out walk {fitted.walk.mean_tokens_per_verify:.3f} tokens per "
         f"verify, slots {slots}"
     )
     return fitted
+
+
+def _join_processes(device: torch.device) -> torch.device:
+    """Set up the process group that torchrun describes; the device of this process."""
+    if device.type == "cpu":
+        dist.init_process_group("gloo")
+        return device
+    mine = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(mine)
+    dist.init_process_group("nccl", device_id=mine)
+    return mine
 
 
 def run_data(

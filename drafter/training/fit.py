@@ -245,8 +245,9 @@ class Trainer:
         self.state.advance(self.settings.max_norm, self._lr(share))
         right = torch.zeros_like(kept)
         right[kept] = logits.detach().argmax(-1) == labels[kept]
-        self.state.num_tokens += batch.num_tokens * self.ranks.size
-        curves.add(loss.detach(), right.sum((0, 1)), (batch.blocks.labels >= 0).sum((0, 1)), batch.num_tokens)
+        num_tokens = batch.num_tokens * self.ranks.size  # the other ranks' batches are about as long
+        self.state.num_tokens += num_tokens
+        curves.add(loss.detach(), right.sum((0, 1)), (batch.blocks.labels >= 0).sum((0, 1)), num_tokens)
         self.state.elapsed_s += time.perf_counter() - began_s
 
     def _share_done(self) -> float:

@@ -103,6 +103,7 @@ def test_a_preset_runs_all_stages_at_a_small_scale(tmp_path: Path, default_model
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_local")
+@pytest.mark.filterwarnings("ignore:`use_push_based_shuffle`:DeprecationWarning")  # Ray Data's own default
 def test_ray_train_runs_two_workers(tmp_path: Path, target: Path, chats: Path) -> None:
     from paceline.drafter.training.ray_road import fit_on_ray
 

@@ -153,7 +153,7 @@ def test_killed_training_ends_with_the_same_weights(
     """kill -9 behind a checkpoint, between two of them; the rest runs to the same loss and the same bits."""
     out = tmp_path / "out"
     command = [sys.executable, "-m", "paceline.deploy.train", "fit", "--data", str(data), "--out", str(out)]
-    command += ["--model", str(target), "--plain", "--threads", "1", "--device", "cpu"]
+    command += ["--model", str(target), "--threads", "1", "--device", "cpu"]
     command += [f"--{name}={value}" for name, value in CLI_SETTINGS.items()]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None and not (out / "state.safetensors").exists():

@@ -119,7 +119,7 @@ def fit(
     model: Model = "default",
     layers: Annotated[int, typer.Option(min=1, help="Layers of the drafter.")] = 2,
     block: Annotated[int, typer.Option(min=2, help="Rows of a block: the anchor and its drafts.")] = 8,
-    mask_token_id: Annotated[int | None, typer.Option(help="None: one the data leave free.")] = None,
+    mask_token_id: Annotated[int | None, typer.Option(help="None: the special one used least.")] = None,
     gamma: Annotated[float | None, typer.Option(help="Slot k weighs e^-((k-1)/gamma).")] = None,
     passes: Annotated[float, typer.Option(help="How often each answer is seen.")] = 3.0,
     max_minutes: Annotated[float | None, typer.Option(help="The schedule ends by then.")] = None,
@@ -179,13 +179,15 @@ def evaluate(
 ) -> None:
     """Measure acceptance in the engine, by domain."""
     from ..cluster.config import load_config
+    from ..drafter.training.shape import TargetShape
     from .api.text import Tokenizer
     from .training.evaluation import evaluate as run
     from .training.evaluation import gather_prompts, table, write_scores
 
     path = resolve_target(model)
     flags = {"dtype": dtype, "device": device, "num_threads": threads, "max_num_seqs": places}
-    prompts = gather_prompts(data, Tokenizer.load(path), limit, max_prompt_len)
+    longest = min(max_prompt_len, TargetShape.load(path).max_len - max_tokens)
+    prompts = gather_prompts(data, Tokenizer.load(path), limit, longest)
     scores = run(load_config(flags=flags), path, drafter, prompts, temperature or [0.0], max_tokens)
     print(table(scores))
     if out is not None:

@@ -21,6 +21,8 @@ from .presets import PRESETS
 from .writer import TargetWriter
 
 _SHOWN_SLOTS = 4
+_EVAL_TOKENS = 128  # per answer
+_LONGEST_EVAL_PROMPT = 512
 _LEAST_ROUND = 64  # prompts, of a preset that is scaled down
 
 
@@ -191,14 +193,17 @@ def run_preset(
     from ...cluster.config import Config, EngineConfig, ModelConfig
     from .evaluation import evaluate, gather_prompts, table, write_scores
 
+    longest = min(_LONGEST_EVAL_PROMPT, TargetShape.load(model_path).max_len - _EVAL_TOKENS)
     limit = max(2, round(preset.num_eval_prompts * scale))
     config = Config(
         model=ModelConfig(dtype="float32" if dtype == torch.float32 else "bfloat16"),
         engine=EngineConfig(max_num_seqs=preset.eval_places, num_threads=torch.get_num_threads()),
     )
-    prompts_of = gather_prompts(out / "data", Tokenizer.load(model_path), limit, 512)
+    prompts_of = gather_prompts(out / "data", Tokenizer.load(model_path), limit, longest)
     drafter = str(out / "fit" / "drafter")
-    scores = evaluate(config, model_path, [drafter, "ngram", f"{drafter}+ngram"], prompts_of, [0.0, 1.0], 128)
+    scores = evaluate(
+        config, model_path, [drafter, "ngram", f"{drafter}+ngram"], prompts_of, [0.0, 1.0], _EVAL_TOKENS
+    )
     write_scores(out / "scores.json", scores)
     print(table(scores))
     print(f"all: {(time.perf_counter() - began_s) / 60:.1f} min", flush=True)

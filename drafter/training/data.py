@@ -86,7 +86,8 @@ def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
     """The published rule: from block 1 to three before the last, evenly; one tap: the middle."""
     if num_taps == 1:
         return (num_layers // 2,)
-    return tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+    ids = {round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps)}
+    return tuple(sorted(ids & set(range(num_layers))))  # fewer in a target of a few blocks
 
 
 def make_data(

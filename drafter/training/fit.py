@@ -47,7 +47,7 @@ class FitSettings:
 
     num_layers: int = 2
     block_size: int = 8
-    mask_token_id: int | None = None  # None: a special token that the data do not use
+    mask_token_id: int | None = None  # None: the special token that the data use least
     gamma: float | None = None  # of the slots' weights; None: half the block
     passes: float = 3.0
     max_minutes: float | None = None  # the schedule ends by then, whatever `passes` says

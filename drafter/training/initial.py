@@ -138,21 +138,15 @@ def start_from_drafter(network: DrafterNetwork, path: Path, target: Target) -> N
 
 
 def pick_mask_token(model_path: Path, shape: TargetShape, counts: Tensor) -> int:
-    """A special token that the answers never use, the last one; ConfigError when there is none.
+    """The token that the answers use least, a special one if the tokenizer has any; the last of equals.
 
-    `counts` [vocab] says how often each token occurs.
+    `counts` [vocab] says how often each token occurs. Begin, end and padding are not taken.
     """
     try:
         added = json.loads((model_path / "tokenizer.json").read_text())["added_tokens"]
-        special = [token["id"] for token in added if token["special"]]
+        special = {token["id"] for token in added if token["special"]}
     except (OSError, ValueError, KeyError, TypeError):
-        special = []
-    free = [
-        token_id
-        for token_id in special
-        if token_id not in shape.named_token_ids and token_id < shape.vocab_size
-    ]
-    unused = [token_id for token_id in free if counts[token_id] == 0]
-    if not unused:
-        raise ConfigError("the tokenizer has no special token that the data leave free; give --mask-token-id")
-    return max(unused)
+        special = set[int]()
+    free = special & set(range(len(counts))) - shape.named_token_ids
+    candidates = free or set(range(len(counts))) - shape.named_token_ids
+    return min(candidates, key=lambda token_id: (int(counts[token_id]), -token_id))

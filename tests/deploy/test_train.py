@@ -43,7 +43,7 @@ def test_a_bare_machine_makes_data_and_trains(tmp_path: Path, target: Path, chat
     made = ["data", "--out", str(tmp_path / "d"), "--tokens", "100", "--prompts", str(chats), "--taps", "0,1"]
     made += ["--places", "8", "--round-len", "60", "--max-answer-len", "12", "--shard-len", "20", *common]
     trained = ["fit", "--data", str(tmp_path / "d"), "--out", str(tmp_path / "f"), "--passes", "0.1"]
-    trained += ["--mask-token-id", "500", "--block", "4", *common]
+    trained += ["--block", "4", *common]
     for command in (made, trained):
         done = subprocess.run([*bare, *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -86,8 +86,26 @@ def test_a_mistake_is_one_line_with_its_remedy(
     assert stderr.count("\n") == 1
 
 
+def test_a_preset_runs_all_stages_and_ends_at_once_when_repeated(
+    tmp_path: Path, target: Path, chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "--preset=laptop", f"--out={tmp_path}", "--scale=0.0005", f"--model={target}"]
+    command += [f"--prompts={chats}", "--threads=1"]
+
+    assert main(command) == 0
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    weights = (tmp_path / "fit" / "drafter" / "model.safetensors").read_bytes()
+
+    assert {score["domain"] for score in scores} >= {"chat", "summarise", "extract"}
+    assert {score["drafter"].rpartition("/")[2] for score in scores} == {"drafter", "ngram", "drafter+ngram"}
+    assert all(score["mean_tokens_per_verify"] >= 1 for score in scores)
+    assert "| ngram | extract | 1 |" in capsys.readouterr().out
+    assert main(command) == 0
+    assert (tmp_path / "fit" / "drafter" / "model.safetensors").read_bytes() == weights
+
+
 @pytest.mark.slow
-def test_a_preset_runs_all_stages_at_a_small_scale(tmp_path: Path, default_model: Path) -> None:
+def test_the_gpu_preset_runs_all_stages_at_a_small_scale(tmp_path: Path, default_model: Path) -> None:
     """The twelve minutes of one GPU, rehearsed here with a thousandth of the tokens and the real model."""
     code = main(
         ["train", "--preset=smollm2-demo", f"--out={tmp_path}", "--scale=0.001", f"--model={default_model}"]

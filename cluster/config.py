@@ -15,11 +15,9 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from .choices import BackendChoice, Device, Dtype
 from .errors import ConfigError
 
-Dtype = Literal["bfloat16", "float32"]
-Device = Literal["auto", "cpu", "cuda"]
-BackendChoice = Literal["auto", "torch", "native"]
 ReportLevel = Literal["none", "summary", "detailed"]
 
 DEFAULT_MODEL = "default"
@@ -129,14 +127,6 @@ def load_config(
         raise ConfigError(f"configuration: {error}") from None
     _validate(config)
     return config
-
-
-def cache_dir() -> Path:
-    """Where downloads and converted models are kept: PACELINE_CACHE, or the user's cache directory."""
-    if configured := os.environ.get("PACELINE_CACHE"):
-        return Path(configured).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "paceline"
 
 
 def _merge_file(values: dict[str, dict[str, Any]], file: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .config import cache_dir
+from .choices import cache_dir
 from .model_directory import check_directory
 
 Progress = Callable[[str, float | None], None]

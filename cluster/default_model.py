@@ -17,7 +17,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from .config import cache_dir
+from .choices import cache_dir
 from .conversion import FORMAT, Progress, convert, creating, emptied
 from .errors import ModelError
 

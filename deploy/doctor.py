@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from ..cluster.config import BUILT_IN_DRAFTERS, DEFAULT_MODEL, Config, cache_dir
+from ..cluster.choices import cache_dir
+from ..cluster.config import BUILT_IN_DRAFTERS, DEFAULT_MODEL, Config
 from ..cluster.default_model import WHEEL_BYTES
 from ..cluster.errors import ConfigError, UserError
 from ..cluster.model_source import find_drafter, find_model

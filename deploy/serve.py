@@ -25,7 +25,8 @@ import httpx
 import msgspec
 
 from ..cluster import errors
-from ..cluster.config import Config, ServerConfig, cache_dir
+from ..cluster.choices import cache_dir
+from ..cluster.config import Config, ServerConfig
 from ..cluster.errors import ConfigError, EngineError, PacelineError
 from .api.front import served_name
 from .logs import configure_logging, receive_lines

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cluster.config import BackendChoice
+from ..cluster.choices import BackendChoice
 from ..cluster.errors import ModelError, ProtocolError
 from ..cluster.messages import Commit, Draft, Open, Propose, Slide
 from ..kernels.backend import choose_backend

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..cluster.config import BackendChoice, Device
+from ..cluster.choices import BackendChoice, Device
 from ..cluster.errors import ConfigError
 from .dtypes import has_bfloat16_products
 from .native_backend import NativeBackend

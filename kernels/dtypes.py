@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..cluster.config import BackendChoice, Dtype
+from ..cluster.choices import BackendChoice, Dtype
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from ..cluster.config import cache_dir
+from ..cluster.choices import cache_dir
 from ..cluster.errors import ConfigError
 
 Isa = Literal["avx512", "avx2"]

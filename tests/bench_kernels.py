@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from paceline.cluster.config import BackendChoice, Config, EngineConfig, ModelConfig
+from paceline.cluster.choices import BackendChoice
+from paceline.cluster.config import Config, EngineConfig, ModelConfig
 from paceline.cluster.messages import Admit, Chunk, SamplingParams, StepPlan
 from paceline.cluster.model_source import resolve_model
 from paceline.workers.runner import Runner

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.config import SECTIONS, Config, ModelConfig, cache_dir, load_config
+from paceline.cluster.choices import cache_dir
+from paceline.cluster.config import SECTIONS, Config, ModelConfig, load_config
 from paceline.cluster.errors import ConfigError, UserError
 
 

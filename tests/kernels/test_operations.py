@@ -4,7 +4,7 @@ import back_ends
 import pytest
 import torch
 
-from paceline.cluster.config import Dtype
+from paceline.cluster.choices import Dtype
 from paceline.kernels import dtypes, linear, reference
 from paceline.kernels.backend import Backend
 from paceline.kernels.rows import Rows

@@ -126,8 +126,11 @@ def address_file() -> Path:
 
 
 def _announce(address: str) -> None:
-    address_file().parent.mkdir(parents=True, exist_ok=True)
-    address_file().write_text(address)
+    try:
+        address_file().parent.mkdir(parents=True, exist_ok=True)
+        address_file().write_text(address)
+    except OSError as error:  # as in a container whose root is read-only
+        log.warning("other commands will need --address %s, for it cannot be noted: %s", address, error)
 
 
 def _retract(address: str) -> None:

@@ -108,7 +108,7 @@ TOGGLES: dict[str, Object] = {
         }
     },
     "plain proxy": {"haproxy": {"enabled": False}, "monitoring": {"podMonitor": {"enabled": True}}},
-    "grpc": {"grpc": {"enabled": True, "servicerFunctions": ["paceline.grpc:add_to_server"]}},
+    "grpc": {"grpc": {"enabled": True, "port": 9001}},
     "extras": {
         "env": [{"name": "NCCL_DEBUG", "value": "WARN"}],
         "envFrom": [{"configMapRef": {"name": "proxy"}}],
@@ -130,8 +130,8 @@ TOGGLES: dict[str, Object] = {
             "numWorkers": 4,
             "activeDeadlineSeconds": 86400,
             "jobs": [
-                {"name": "nightly", "input": "/batch/in it's.jsonl", "output": "/batch/out", "args": ["--ordered"]},
-                {"name": "second", "input": "/batch/b.jsonl", "output": "/batch/b"},
+                {"name": "nightly", "input": "/batch/in.jsonl", "output": "/batch/out.jsonl", "args": ["--ordered"]},
+                {"name": "second", "input": "/batch/b.jsonl", "output": "/batch/b-out.jsonl"},
             ],
         }
     },

@@ -261,10 +261,14 @@ def test_a_scrape_of_a_pod_names_ports_that_the_pod_has() -> None:
     assert wanted <= {port["name"] for port in worker["spec"]["containers"][0]["ports"]}
 
 
-def test_a_batch_is_one_job_each_with_its_words_quoted() -> None:
+def test_a_batch_is_one_job_each_with_a_cluster_of_its_own() -> None:
     first, second = of_kind(render(TOGGLES["batch"]), "RayJob")
 
     assert first["metadata"]["name"] == "demo-paceline-batch-nightly"
     assert second["metadata"]["name"] == "demo-paceline-batch-second"
     assert first["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 4
-    assert "api-keys" not in first["spec"]["entrypoint"]
+    words = first["spec"]["entrypoint"].split()
+    assert words[:5] == ["python", "-m", "paceline.deploy.batch", "/batch/in.jsonl", "/batch/out.jsonl"]
+    assert words[words.index("--replicas") + 1] == "4"
+    assert words[-1] == "--ordered"
+    assert not any("api-key" in word for word in words)

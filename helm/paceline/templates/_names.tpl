@@ -111,9 +111,6 @@ true
 {{- if and $v.gcsFaultTolerance.enabled (eq $v.gcsFaultTolerance.backend "redis") (not $v.gcsFaultTolerance.redis.address) -}}
 {{- fail "gcsFaultTolerance.backend redis needs gcsFaultTolerance.redis.address (host:port)" -}}
 {{- end -}}
-{{- if and $v.grpc.enabled (not $v.grpc.servicerFunctions) -}}
-{{- fail "grpc.enabled needs grpc.servicerFunctions" -}}
-{{- end -}}
 {{- if and $v.httpRoute.enabled (not $v.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.enabled needs httpRoute.parentRefs: the Gateway that routes" -}}
 {{- end -}}

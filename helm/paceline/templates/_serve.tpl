@@ -99,21 +99,26 @@ applications:
       - {{- include "paceline.deployment" . | nindent 8 }}
 {{- end }}
 
-{{/* The command of a batch job: (list $ job); the options of the server's front door are not the batch's. */}}
+{{/* The command of a batch job: (list $ job); the options of the server's front door are not the batch's.
+     Two shells read it, the submitter's and the job's, so no word may need quotes. */}}
 {{- define "paceline.batchCommand" -}}
 {{- $root := index . 0 -}}
 {{- $job := index . 1 -}}
-{{- $words := list "python" "-m" "paceline.deploy.batch" ($job.input | squote) ($job.output | squote) -}}
+{{- $words := list "python" "-m" "paceline.deploy.batch" $job.input $job.output "--replicas" (int $root.Values.batch.numWorkers) -}}
 {{- range $name, $value := omit (include "paceline.args" $root | fromYaml) "drain_s" "max_body_bytes" "log_level" "api_key_file" -}}
 {{- $flag := $name | replace "_" "-" -}}
 {{- if kindIs "bool" $value -}}
 {{- $words = append $words (printf "--%s%s" ($value | ternary "" "no-") $flag) -}}
 {{- else -}}
-{{- $words = concat $words (list (printf "--%s" $flag) ($value | toString | squote)) -}}
+{{- $words = concat $words (list (printf "--%s" $flag) (kindIs "float64" $value | ternary (toJson $value) $value)) -}}
 {{- end -}}
 {{- end -}}
-{{- range $job.args }}{{ $words = append $words (squote .) }}{{ end -}}
-{{- join " " $words -}}
+{{- range concat $words ($job.args | default list) -}}
+{{- if not (regexMatch "^[A-Za-z0-9_./:=@,+-]+$" (toString .)) -}}
+{{- fail (printf "batch.jobs %s: %q needs quotes, which do not reach the job; use letters, digits and _./:=@,+-" $job.name (toString .)) -}}
+{{- end -}}
+{{- end -}}
+{{- join " " (concat $words ($job.args | default list)) -}}
 {{- end }}
 
 {{/* How long things may take, in seconds, each longer than what it waits for:

@@ -1,7 +1,7 @@
 """A configuration file of Ray Serve, read as strictly as our own.
 
-Ray leaves out what it does not know: a misspelt `num_replicas` deploys without a word. Here every unknown key is
-refused with the nearest name, first against Ray's schema, then the arguments of our application against
+Ray leaves out what it does not know: a misspelt `num_replicas` deploys without a word. Here every unknown key
+is refused with the nearest name, first against Ray's schema, then the arguments of our application against
 `cluster/config.py`.
 """
 

@@ -32,6 +32,8 @@ TOGGLES: dict[str, Object] = {
         "drafter": {"name": "org/drafter", "numDraftTokens": 7, "draftBudget": False, "contextCap": 0},
         "engine": {"tensorParallelSize": 2, "prefixCache": False, "kvCacheGiB": 1.5, "maxNumSeqs": 64},
         "worker": {"numGpus": 2},
+        "server": {"logFormat": "json", "playground": False},
+        "tracing": {"otlpEndpoint": "http://collector:4318", "sampleRatio": 0.1},
         "extraArgs": {"max_stream_backlog": 8192, "check_invariants": True},
     },
     "created secrets": KEYS | {"hfToken": {"value": HF_TOKEN}},
@@ -48,10 +50,20 @@ TOGGLES: dict[str, Object] = {
         "rollout": "2",
     },
     "two groups": {
-        "worker": {"nodeSelector": {"pool": "gpu"}, "priorityClassName": "high", "runtimeClassName": "nvidia"},
+        "worker": {
+            "nodeSelector": {"pool": "gpu"},
+            "priorityClassName": "high",
+            "runtimeClassName": "nvidia",
+        },
         "workerGroups": [
             {"name": "h100", "replicas": 2, "numGpus": 8, "shmSize": "16Gi"},
-            {"name": "spare", "replicas": 0, "numGpus": 0, "nodeSelector": {}, "tolerations": [{"key": "spot"}]},
+            {
+                "name": "spare",
+                "replicas": 0,
+                "numGpus": 0,
+                "nodeSelector": {},
+                "tolerations": [{"key": "spot"}],
+            },
         ],
     },
     "ingress": KEYS
@@ -130,7 +142,12 @@ TOGGLES: dict[str, Object] = {
             "numWorkers": 4,
             "activeDeadlineSeconds": 86400,
             "jobs": [
-                {"name": "nightly", "input": "/batch/in.jsonl", "output": "/batch/out.jsonl", "args": ["--ordered"]},
+                {
+                    "name": "nightly",
+                    "input": "/batch/in.jsonl",
+                    "output": "/batch/out.jsonl",
+                    "args": ["--ordered"],
+                },
                 {"name": "second", "input": "/batch/b.jsonl", "output": "/batch/b-out.jsonl"},
             ],
         }
@@ -186,7 +203,9 @@ def pod_templates(objects: list[Object]) -> Iterator[Object]:
         if "submitterPodTemplate" in spec:
             yield spec["submitterPodTemplate"]
         if cluster := spec.get("rayClusterConfig") or spec.get("rayClusterSpec"):
-            yield from (group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]))
+            yield from (
+                group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+            )
 
 
 def containers(pod: Object) -> list[Object]:

@@ -15,7 +15,7 @@ import yaml
 
 FILE = Path(__file__).parent / "data" / "kuberay.json"
 ORIGIN = (
-    "From the CustomResourceDefinitions of KubeRay, https://github.com/ray-project/kuberay, Apache License 2.0."
+    "From KubeRay's CustomResourceDefinitions, https://github.com/ray-project/kuberay, Apache License 2.0."
     " Changed: version v1 alone, no descriptions, equal parts shared."
 )
 Schema = dict[str, Any]
@@ -70,9 +70,9 @@ def _closed(schema: Any) -> Any:
         closed.pop("anyOf", None)
         closed["type"] = ["integer", "string"]
         closed.pop("pattern", None)
-    if isinstance(schema.get("type"), str) and "properties" in schema:
-        if not schema.get("x-kubernetes-preserve-unknown-fields"):
-            closed.setdefault("additionalProperties", False)
+    is_object = isinstance(schema.get("type"), str) and "properties" in schema
+    if is_object and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        closed.setdefault("additionalProperties", False)
     return closed
 
 

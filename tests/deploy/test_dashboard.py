@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chart import TOGGLES, of_kind, render
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.cluster.messages import ShardStats, Stats
@@ -59,6 +60,15 @@ def test_every_expression_names_what_there_is(shown: dict[str, set[str]]) -> Non
     told = list(expressions())
     assert len(told) > 40
     assert [(title, faults(expr, shown)) for title, expr in told if faults(expr, shown)] == []
+
+
+def test_every_alert_of_the_chart_names_what_there_is(shown: dict[str, set[str]]) -> None:
+    (rules,) = of_kind(render(TOGGLES["monitoring"]), "PrometheusRule")
+    (group,) = rules["spec"]["groups"]
+    told = [(rule["alert"], rule["expr"].replace('namespace="llm"', "")) for rule in group["rules"]]
+
+    assert len(told) == 4
+    assert [(name, faults(expr, shown)) for name, expr in told if faults(expr, shown)] == []
 
 
 def test_the_check_sees_a_planted_fault(shown: dict[str, set[str]]) -> None:

@@ -31,7 +31,10 @@ def test_a_right_file_gives_the_configuration_of_the_engine() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"route_prefx": "/"}, r"applications\[0\]: unknown key 'route_prefx'; did you mean 'route_prefix'\?"),
+        (
+            {"route_prefx": "/"},
+            r"applications\[0\]: unknown key 'route_prefx'; did you mean 'route_prefix'\?",
+        ),
         (
             {"deployments": [{"name": "paceline", "num_replica": 2}]},
             r"applications\[0\]\.deployments\[0\]: unknown key 'num_replica'; did you mean 'num_replicas'\?",

@@ -1,4 +1,4 @@
-"""The chart's Serve configuration on a real Ray cluster, as KubeRay would start it: deployed, asked, rolled out."""
+"""The chart's Serve configuration on a real Ray cluster as KubeRay starts it: deployed, asked, rolled out."""
 
 import json
 import os
@@ -23,7 +23,18 @@ from chart import of_kind, pod_templates, render, serve_config, values_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BIN = Path(sys.executable).parent
-PORTS = ("gcs", "dashboard", "agent", "agent_grpc", "runtime_env", "metrics", "client", "http", "stats", "haproxy")
+PORTS = (
+    "gcs",
+    "dashboard",
+    "agent",
+    "agent_grpc",
+    "runtime_env",
+    "metrics",
+    "client",
+    "http",
+    "stats",
+    "haproxy",
+)
 QUESTION = {"role": "user", "content": "Name three colours."}
 
 
@@ -102,7 +113,7 @@ class Cluster:
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
-        self._wait("the head", 90, lambda: self._get("dashboard", "/api/version").status_code == 200)
+        self.wait("the head", 90, lambda: self._get("dashboard", "/api/version").status_code == 200)
 
     def close(self) -> None:
         """End the head, which ends what it started."""
@@ -119,7 +130,7 @@ class Cluster:
         return httpx.get(url, headers=headers, timeout=10, trust_env=False)
 
     @staticmethod
-    def _wait(what: str, timeout_s: float, is_there: Callable[[], bool]) -> None:
+    def wait(what: str, timeout_s: float, is_there: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -150,7 +161,7 @@ class Cluster:
         file = folder / "serve.yaml"
         file.write_text(yaml.safe_dump(document))
         self.run("serve", "deploy", "--address", self.dashboard, str(file), cwd=folder)
-        self._wait("the application", 300, self._is_running)
+        self.wait("the application", 300, self._is_running)
 
     @property
     def dashboard(self) -> str:
@@ -190,7 +201,12 @@ def chat(cluster: Cluster, max_tokens: int = 16, **more: Any) -> dict[str, Any]:
 
 def stream(cluster: Cluster, max_tokens: int) -> str:
     """The text of a stream; raises where it ends early."""
-    body = {"model": "SmolLM2-135M-Instruct", "messages": [QUESTION], "max_tokens": max_tokens, "stream": True}
+    body = {
+        "model": "SmolLM2-135M-Instruct",
+        "messages": [QUESTION],
+        "max_tokens": max_tokens,
+        "stream": True,
+    }
     text, is_done = "", False
     with httpx.stream(
         "POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=120, trust_env=False
@@ -208,7 +224,7 @@ def stream(cluster: Cluster, max_tokens: int) -> str:
 
 @contextmanager
 def streaming(cluster: Cluster, num_clients: int) -> Iterator[list[str]]:
-    """Clients that stream one answer after the other meanwhile; gives their texts, raises the first failure."""
+    """Clients that stream one answer after the other meanwhile; gives the texts, raises the first failure."""
     texts: list[str] = []
     failures: list[Exception] = []
     is_over = threading.Event()
@@ -256,7 +272,7 @@ def test_a_rollout_drops_no_stream(cluster: Cluster, tmp_path: Path) -> None:
     expected = stream(cluster, 48)
     with streaming(cluster, 2) as texts:
         cluster.deploy(tmp_path, rollout="2")
-        cluster._wait("the new replica", 120, lambda: not cluster.engines() & before)
+        cluster.wait("the new replica", 120, lambda: not cluster.engines() & before)
 
     assert len(texts) > 2
     assert set(texts) == {expected}

@@ -101,7 +101,10 @@ def test_the_question_of_helm_test_takes_a_key_of_every_form() -> None:
     for text, key in (
         ("", "None"),
         ("sk-12345678", "sk-12345678"),
-        ("# ours\nops sk-admin00 admin\ncarol sha256:6f1e\nalice sk-91b7aaaa requests_per_min=60", "sk-91b7aaaa"),
+        (
+            "# ours\nops sk-admin00 admin\ncarol sha256:6f1e\nalice sk-91b7aaaa requests_per_min=60",
+            "sk-91b7aaaa",
+        ),
     ):
         result = subprocess.run(
             [sys.executable, "-c", f"{source}\nprint(key())"],

@@ -1,4 +1,4 @@
-"""What the chart renders is what Kubernetes, KubeRay, Ray Serve and Paceline take, for every values file and toggle."""
+"""For every values file and toggle: Kubernetes, KubeRay, Ray Serve and Paceline take what the chart renders."""
 
 import json
 import re

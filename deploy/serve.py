@@ -36,6 +36,16 @@ ANSWER_TIMEOUT_S = 30.0  # from a running replica to the first answer through th
 OBJECT_STORE_BYTES = 128 << 20  # nothing of ours is kept there
 GRPC_MESSAGE_BYTES = 64 << 20  # of an answer; requests are held to max_body_bytes
 
+# How Serve treats our replicas, wherever they run; the chart sets the same.
+SERVE_ENVIRONMENT = {
+    # In a thread of its own our code would put a stream into an endless queue of Serve's: a client that stops
+    # reading could not be told from one that reads. Each streamed token costs two wake-ups, too.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    # Serve replaces a sick replica by its own checks; HAProxy's must not mistake a busy one for it.
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "5",
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_FASTINTER": "2s",
+}
+
 log = logging.getLogger(__name__)
 
 APP_NAME = "paceline"
@@ -187,12 +197,7 @@ def _set_ingress_environment(scratch: Path, server: ServerConfig) -> None:
             "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first_grpc_port),
             "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first_grpc_port + 100),
             "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(max(server.max_body_bytes, GRPC_MESSAGE_BYTES)),
-            # In a thread of its own our code would put a stream into an endless queue of Serve's: a client
-            # that stops reading could not be told from one that reads. It costs 3 ms per request, too.
-            "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-            # Serve replaces a sick replica by its own checks; HAProxy's must not mistake a busy one for it.
-            "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "5",
-            "RAY_SERVE_HAPROXY_HEALTH_CHECK_FASTINTER": "2s",
+            **SERVE_ENVIRONMENT,
             # Serve's 30 s are for load balancers beyond our ingress, which has to learn of nothing.
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         }

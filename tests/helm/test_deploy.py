@@ -3,7 +3,6 @@
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,16 +23,8 @@ from chart import of_kind, pod_templates, render, serve_config, values_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BIN = Path(sys.executable).parent
 PORTS = (
-    "gcs",
-    "dashboard",
-    "agent",
-    "agent_grpc",
-    "runtime_env",
-    "metrics",
-    "client",
-    "http",
-    "stats",
-    "haproxy",
+    *("gcs", "dashboard", "agent", "agent_grpc", "runtime_env", "metrics", "client"),  # Ray's
+    *("http", "replica", "stats", "haproxy", "fallback", "grpc"),  # Serve's
 )
 DRAIN_S = 240  # above the longest stream below on a machine that does other things
 QUESTION = {"role": "user", "content": "Name three colours."}
@@ -87,6 +78,7 @@ class Cluster:
         }
         self.environment = {**os.environ, **chart_environment(), **own}
         self.environment.pop("RAY_ADDRESS", None)
+        self.environment["PATH"] = f"{BIN}:{os.environ['PATH']}"  # as in the image
         flags = {
             "port": "gcs",
             "dashboard-port": "dashboard",
@@ -114,6 +106,8 @@ class Cluster:
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
+
+    def wait_for_head(self) -> None:
         self.wait("the head", 90, lambda: self._get("dashboard", "/api/version").status_code == 200)
 
     def close(self) -> None:
@@ -184,14 +178,16 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    folder = Path(tempfile.mkdtemp(prefix="pl-"))  # short: sockets live under it
-    cluster = Cluster(folder)
-    try:
-        cluster.deploy(folder)
-        yield cluster
-    finally:
-        cluster.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix="pl-", ignore_cleanup_errors=True
+    ) as folder:  # short, for sockets
+        cluster = Cluster(Path(folder))
+        try:
+            cluster.wait_for_head()
+            cluster.deploy(Path(folder))
+            yield cluster
+        finally:
+            cluster.close()
 
 
 def chat(cluster: Cluster, max_tokens: int = 16, **more: Any) -> dict[str, Any]:
@@ -207,6 +203,7 @@ def stream(cluster: Cluster, max_tokens: int) -> str:
         "model": "SmolLM2-135M-Instruct",
         "messages": [QUESTION],
         "max_tokens": max_tokens,
+        "temperature": 0,
         "stream": True,
     }
     text, is_done = "", False
@@ -278,3 +275,24 @@ def test_a_rollout_drops_no_stream(cluster: Cluster, tmp_path: Path) -> None:
 
     assert len(texts) > 2
     assert set(texts) == {expected}
+
+
+def test_the_charts_batch_runs_as_a_job(cluster: Cluster, tmp_path: Path) -> None:
+    """The entry point of its RayJob, as KubeRay's submitter hands it over; a second try adds nothing."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"model": "SmolLM2-135M-Instruct", "messages": [QUESTION], "max_tokens": 8}
+    lines = [
+        {"custom_id": f"q{i}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for i in range(6)
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = {"name": "b", "input": str(source), "output": str(output)}
+    values = values_of("cpu.yaml") | {"batch": {"existingClaim": "batch", "jobs": [job]}}
+    (rendered,) = of_kind(render(values), "RayJob")
+    words = rendered["spec"]["entrypoint"].split()
+    for _ in range(2):
+        cluster.run("ray", "job", "submit", "--address", cluster.dashboard, "--", *words, cwd=tmp_path)
+
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert {answer["custom_id"] for answer in answers} == {f"q{i}" for i in range(6)}
+    assert len(answers) == 6

@@ -31,6 +31,7 @@ from helm_python.chart import lint
 from kuberay import faults
 
 from paceline.cluster.errors import ConfigError
+from paceline.deploy.serve import GRPC_MESSAGE_BYTES, SERVE_ENVIRONMENT
 from paceline.deploy.serve_config import check_serve_config
 
 OLDEST, NEWEST = "1.28", "1.37"  # the first is what Chart.yaml takes
@@ -195,6 +196,12 @@ def env_of(pod: dict[str, Any]) -> dict[str, str]:
     return {v["name"]: v.get("value", "") for v in pod["spec"]["containers"][0]["env"]}
 
 
+def test_serve_treats_replicas_as_under_paceline_serve() -> None:
+    for pod in pod_templates(of_kind(render({}), "RayService")):
+        assert env_of(pod).items() >= SERVE_ENVIRONMENT.items()
+        assert int(env_of(pod)["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"]) == GRPC_MESSAGE_BYTES
+
+
 @pytest.mark.parametrize("drain_s", [1, 120, 3600])
 def test_each_grace_is_longer_than_what_it_waits_for(drain_s: int) -> None:
     objects = render({"server": {"drainSeconds": drain_s}})
@@ -267,6 +274,10 @@ def test_a_batch_is_one_job_each_with_a_cluster_of_its_own() -> None:
     assert first["metadata"]["name"] == "demo-paceline-batch-nightly"
     assert second["metadata"]["name"] == "demo-paceline-batch-second"
     assert first["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 4
+    head, worker = (pod["spec"] for pod in list(pod_templates([first]))[1:])
+    assert "batch" in {volume["name"] for volume in head["volumes"]}
+    assert "batch" not in {volume["name"] for volume in worker["volumes"]}
+    assert {"name": "batch", "mountPath": "/batch"} in head["containers"][0]["volumeMounts"]
     words = first["spec"]["entrypoint"].split()
     assert words[:5] == ["python", "-m", "paceline.deploy.batch", "/batch/in.jsonl", "/batch/out.jsonl"]
     assert words[words.index("--replicas") + 1] == "4"

@@ -53,6 +53,7 @@ def test_a_wrong_value_is_refused_by_place(values: dict[str, Any], message: str,
             "needs upgrade.incremental.gatewayClassName",
         ),
         ({"gcsFaultTolerance": {"enabled": True}}, "needs gcsFaultTolerance.redis.address"),
+        ({"grpc": {"enabled": True}, "haproxy": {"enabled": False}}, "needs haproxy.enabled"),
         ({"httpRoute": {"enabled": True}, "auth": {"allowAnonymous": True}}, "needs httpRoute.parentRefs"),
         ({"batch": {"jobs": [{"name": "a", "input": "b", "output": "c"}]}}, "needs batch.existingClaim"),
         (

@@ -111,6 +111,9 @@ true
 {{- if and $v.gcsFaultTolerance.enabled (eq $v.gcsFaultTolerance.backend "redis") (not $v.gcsFaultTolerance.redis.address) -}}
 {{- fail "gcsFaultTolerance.backend redis needs gcsFaultTolerance.redis.address (host:port)" -}}
 {{- end -}}
+{{- if and $v.grpc.enabled (not $v.haproxy.enabled) -}}
+{{- fail "grpc.enabled needs haproxy.enabled: Serve's own proxy does not tell that a client cancelled" -}}
+{{- end -}}
 {{- if and $v.httpRoute.enabled (not $v.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.enabled needs httpRoute.parentRefs: the Gateway that routes" -}}
 {{- end -}}

@@ -23,7 +23,8 @@ import psutil
 import typer
 from rich.console import Console
 
-from ...cluster.config import DEFAULT_MODEL, Dtype
+from ...cluster.choices import Dtype
+from ...cluster.config import DEFAULT_MODEL
 from ...cluster.errors import UserError
 from ...cluster.model_source import resolve_model
 from . import llama_cpp, vllm
@@ -35,13 +36,6 @@ from .report import OURS, Report, Round, around_markers, markdown, rich_table, t
 from .servers import PeerUnavailable, measure_paceline
 from .setting import Setting, Workload, num_prompts_for
 from .vllm import install_vllm, measure_vllm
-from ..cluster.choices import Dtype
-from ..cluster.config import DEFAULT_MODEL
-from ..cluster.errors import UserError
-from ..cluster.model_source import resolve_model
-from .bench import BenchError, Measurement, Setting, Workload, make_prompts, num_prompts_for
-from .bench_report import OURS, Report, Round, around_markers, markdown, rich_table, this_machine, write_into
-from .bench_servers import VLLM_REQUIREMENT, PeerUnavailable, install_vllm, measure_paceline, measure_vllm
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 

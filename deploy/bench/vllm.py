@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from ...cluster.config import cache_dir
+from ...cluster.choices import cache_dir
 from .measure import Measurement
 from .servers import free_port, install_step, max_num_seqs, measure_process
 from .setting import Setting

@@ -8,6 +8,7 @@ no prefix.
 import difflib
 import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,9 @@ from .choices import BackendChoice, Device, Dtype
 from .errors import ConfigError
 
 ReportLevel = Literal["none", "summary", "detailed"]
+
+# Variables that are read elsewhere: a place, and secrets, which are no options.
+_NO_OPTIONS = {"PACELINE_CACHE", "PACELINE_API_KEY", "PACELINE_API_KEYS", "PACELINE_ADMIN_KEYS"}
 
 DEFAULT_MODEL = "default"
 BUILT_IN_DRAFTERS = ("default", "none", "ngram")  # names that are no path and no id
@@ -84,6 +88,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Literal["text", "json"] = "text"
     otlp_endpoint: str | None = None  # OpenTelemetry over HTTP, as http://host:4318; None: no tracing
     trace_sample_ratio: float = 1.0  # of requests whose caller has not decided it
+    api_key_file: str | None = None  # who may ask; see deploy/api/keys.py. None, and no variable: everyone
+    cors_origin: str | None = None  # web pages of these origins may ask; several with commas between them
+    tls_cert: str | None = None  # certificate chain in PEM; with tls_key the server speaks HTTPS
+    tls_key: str | None = None
+    admin_port: int | None = None  # of each replica, for whoever has an admin key; None: none
+    admin_host: str = "127.0.0.1"
+    batch_dir: str | None = None  # where /v1/files and /v1/batches keep their files; None: not served
+    max_file_bytes: int = 200 << 20  # of one file in batch_dir
+    batch_concurrency: int = 16  # requests of batches that are under way at once
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +112,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "engine": EngineConfig,
     "server": ServerConfig,
 }
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")
 _SECTION_OF = {
     field.name: section for section, kind in SECTIONS.items() for field in msgspec.structs.fields(kind)
 }
@@ -150,7 +164,7 @@ def _merge_file(values: dict[str, dict[str, Any]], file: Path) -> None:
 
 def _merge_environ(values: dict[str, dict[str, Any]], environ: Mapping[str, str]) -> None:
     for variable, text in environ.items():
-        if not variable.startswith("PACELINE_") or variable == "PACELINE_CACHE":
+        if not variable.startswith("PACELINE_") or variable in _NO_OPTIONS:
             continue
         name = variable.removeprefix("PACELINE_").lower()
         section = _section_of(name, f"variable {variable}:")
@@ -185,6 +199,8 @@ def _validate(config: Config) -> None:
         ("max_body_bytes", server.max_body_bytes),
         ("max_stream_backlog", server.max_stream_backlog),
         ("abandoned_s", server.abandoned_s),
+        ("max_file_bytes", server.max_file_bytes),
+        ("batch_concurrency", server.batch_concurrency),
         ("step_deadline_s", engine.step_deadline_s),
         ("start_timeout_s", engine.start_timeout_s),
         ("aging_s", engine.aging_s),
@@ -226,3 +242,10 @@ def _validate(config: Config) -> None:
         raise ConfigError(f"port is {server.port}; it must be between 0 and 65535")
     if server.grpc_port is not None and not 0 <= server.grpc_port <= 65535:
         raise ConfigError(f"grpc_port is {server.grpc_port}; it must be between 0 and 65535")
+    if server.admin_port is not None and not 0 < server.admin_port <= 65535:
+        raise ConfigError(f"admin_port is {server.admin_port}; it must be between 1 and 65535")
+    if (server.tls_cert is None) != (server.tls_key is None):
+        raise ConfigError("tls_cert and tls_key belong together; give both or neither")
+    for origin in (server.cors_origin or "").split(","):
+        if origin and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(f"cors_origin {origin!r} is no origin; write https://HOST or https://HOST:PORT")

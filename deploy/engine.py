@@ -331,7 +331,7 @@ class Engine:
 
     def _submit(self, journal: Journal) -> None:
         """To the scheduler if there is one; else the next epoch will get it."""
-        if self._is_serving and not journal.is_finished:
+        if self.is_serving and not journal.is_finished:
             self._send(journal.resume())
 
     def _drop(self, journal: Journal) -> None:
@@ -341,11 +341,12 @@ class Engine:
             self._send(Cancel(request_id=journal.request_id))
 
     @property
-    def _is_serving(self) -> bool:
+    def is_serving(self) -> bool:
+        """Whether requests reach a scheduler now; while an epoch is being rebuilt they wait."""
         return self._life is not None and self._lost is not None and not self._lost.done()
 
     def _send(self, message: Message) -> None:
-        if not self._is_serving:
+        if not self.is_serving:
             return
         assert self._life is not None
         assert self._lost is not None

@@ -61,6 +61,15 @@ HELP = {
     "log_format": "log lines for people, or as JSON",
     "otlp_endpoint": "send OpenTelemetry spans there, as http://host:4318; none given: no tracing",
     "trace_sample_ratio": "share of requests that are traced unless their caller decided it",
+    "api_key_file": "file of API keys, one a line: KEY, or NAME KEY and limits; PACELINE_API_KEYS holds more",
+    "cors_origin": "origins whose web pages may ask the server, with commas between them",
+    "tls_cert": "certificate chain in PEM, for HTTPS",
+    "tls_key": "private key of the certificate, in PEM",
+    "admin_port": "port for operators, who need a key of PACELINE_ADMIN_KEYS",
+    "admin_host": "address of the admin port",
+    "batch_dir": "folder for the files of /v1/files and /v1/batches, which are not served without one",
+    "max_file_bytes": "largest file of /v1/files",
+    "batch_concurrency": "requests of batches under way at once",
 }
 
 

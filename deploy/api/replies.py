@@ -29,6 +29,7 @@ class Piece:
     num_drafts: int = 0  # tokens drafted for this step
     num_accepted: int = 0  # of these, how many stood
     texts: list[str] | None = None  # `text` token by token, for a stream that tells its steps
+    stop_string: str | None = None  # that ended the text
 
 
 @dataclass(slots=True)
@@ -38,11 +39,13 @@ class Gathered:
     text: str = ""
     tokens: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_string: str | None = None
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
         self.tokens += piece.tokens
         self.finish_reason = piece.finish_reason
+        self.stop_string = piece.stop_string
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,8 @@ class Heading:
 class ReplyStyle(Protocol):
     """How one endpoint words its answer."""
 
+    end: bytes  # behind everything else of a stream that went well
+
     def opening(self, index: int) -> bytes:
         """The chunk before a choice's first text, or nothing."""
         ...
@@ -72,11 +77,17 @@ class ReplyStyle(Protocol):
         """The chunk behind all text, which has no choices: `totals` are its further fields."""
         ...
 
+    def failure(self, error: RequestError) -> bytes:
+        """How a stream that has begun says that it failed; nothing follows."""
+        ...
+
     def whole(self, choices: list[Gathered], totals: dict[str, Any]) -> bytes: ...
 
 
 class ChatStyle:
     """/v1/chat/completions."""
+
+    end = DONE
 
     def __init__(self, heading: Heading) -> None:
         self._heading = heading
@@ -111,6 +122,9 @@ class ChatStyle:
     def closing(self, totals: dict[str, Any]) -> bytes:
         return self._chunks.closing(totals)
 
+    def failure(self, error: RequestError) -> bytes:
+        return error_event(error)
+
     def whole(self, choices: list[Gathered], totals: dict[str, Any]) -> bytes:
         shown = [
             {
@@ -126,7 +140,7 @@ class ChatStyle:
     def _logprobs(self, tokens: list[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
             spelled = self._heading.tokenizer.spell(token_id)
-            return {"token": _shown(spelled), "logprob": _finite(logprob), "bytes": list(spelled)}
+            return {"token": readable(spelled), "logprob": finite(logprob), "bytes": list(spelled)}
 
         content = [
             {**entry(token_id, at.logprob), "top_logprobs": [entry(i, logprob) for i, logprob in at.top]}
@@ -137,6 +151,8 @@ class ChatStyle:
 
 class CompletionStyle:
     """/v1/completions."""
+
+    end = DONE
 
     def __init__(self, heading: Heading, echoed: dict[int, str]) -> None:
         self._heading = heading
@@ -163,6 +179,9 @@ class CompletionStyle:
     def closing(self, totals: dict[str, Any]) -> bytes:
         return self._chunks.closing(totals)
 
+    def failure(self, error: RequestError) -> bytes:
+        return error_event(error)
+
     def whole(self, choices: list[Gathered], totals: dict[str, Any]) -> bytes:
         shown = [
             {
@@ -177,7 +196,7 @@ class CompletionStyle:
 
     def _logprobs(self, index: int, tokens: list[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
         spell = self._heading.tokenizer.spell
-        names = [_shown(spell(token_id)) for token_id, _ in tokens]
+        names = [readable(spell(token_id)) for token_id, _ in tokens]
         offsets: list[int] = []
         offset = self._offsets.get(index, 0)
         for name in names:
@@ -186,9 +205,9 @@ class CompletionStyle:
         self._offsets[index] = offset
         return {
             "tokens": names,
-            "token_logprobs": [_finite(at.logprob) for _, at in tokens],
+            "token_logprobs": [finite(at.logprob) for _, at in tokens],
             "top_logprobs": [
-                {_shown(spell(i)): _finite(logprob) for i, logprob in at.top} for _, at in tokens
+                {readable(spell(i)): finite(logprob) for i, logprob in at.top} for _, at in tokens
             ],
             "text_offset": offsets,
         }
@@ -256,7 +275,7 @@ def _whole(kind: str, heading: Heading, choices: list[dict[str, Any]], totals: d
     )
 
 
-def _shown(spelled: bytes) -> str:
+def readable(spelled: bytes) -> str:
     """A token as text; one that is part of a character is written byte by byte, as OpenAI does."""
     try:
         return spelled.decode()
@@ -264,5 +283,5 @@ def _shown(spelled: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return max(logprob, _LOWEST_LOGPROB)

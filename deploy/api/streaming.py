@@ -123,6 +123,7 @@ class _ChoiceText:
             num_drafts=output.num_drafts,
             num_accepted=output.num_accepted,
             texts=texts if self._has_steps else None,
+            stop_string=self._matcher.matched,
         )
 
     def _take_by_token(self, ids: Sequence[int]) -> list[str]:

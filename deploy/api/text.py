@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,18 @@ class Tokenizer:
         """One above the largest token id."""
         return len(self._bytes)
 
+    @cached_property
+    def longest_token_len(self) -> int:
+        """Bytes, and so at least characters, of the longest token."""
+        return max(map(len, self._bytes))
+
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a raw prompt: special-token text counts, and the model's prefix (often BOS) is added."""
-        return self._parsing.encode(text).ids
+        return self._parsing.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_word(self, text: str) -> list[int]:
         """Tokens of a piece of text: nothing is added and special-token text is text."""
@@ -147,6 +153,7 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._held = ""
         self.is_matched = False
+        self.matched: str | None = None  # which of the stop strings it was
 
     def push(self, text: str) -> str:
         """The text that is safe to send now; from a match on, the stop string and the rest are dropped."""
@@ -156,11 +163,12 @@ class StopMatcher:
             return text
         text = self._held + text
         # The stop string that is complete first wins, so chunks that hold several tokens change nothing.
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
+            _, at, self.matched = min(found)
             self.is_matched = True
             self._held = ""
-            return text[: min(found)[1]]
+            return text[:at]
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

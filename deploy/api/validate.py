@@ -4,46 +4,19 @@ One order for all front doors: JSON, then types and bounds (`openai_protocol`), 
 say: its name, its vocabulary, its length.
 """
 
-import json
-import math
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 import msgspec
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from ...cluster.config import ReportLevel
 from ...cluster.errors import RequestError
 from ...cluster.messages import SamplingParams
-from .openai_protocol import ChatRequest, CompletionRequest, SamplingRequest
+from .bodies import parse_request
+from .openai_protocol import ChatMessage, ChatRequest, CompletionRequest, SamplingRequest
 from .text import Tokenizer
-
-_CODES = {
-    "extra_forbidden": "unknown_parameter",
-    "missing": "missing_required_parameter",
-    "too_short": "empty_array",
-    "too_long": "array_above_max_length",
-    "string_too_short": "empty_string",
-    "string_too_long": "string_above_max_length",
-    "literal_error": "invalid_value",
-}
-_OUR_CODES = {
-    "array_above_max_length",
-    "conflicting_parameters",
-    "empty_array",
-    "invalid_token_id",
-    "invalid_type",
-    "unsupported_content_type",
-    "unsupported_parameter",
-}
-
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-Request = TypeVar("Request", bound=SamplingRequest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +60,29 @@ class Job:
 
 def prepare_chat(body: bytes, served: ServedModel) -> Job:
     """A chat completion's choices. Raises RequestError."""
-    request = _validated(ChatRequest, body)
-    _check_model(request.model, served)
-    messages = [
-        {"role": "system" if m.role == "developer" else m.role, "content": m.content}
-        for m in request.messages
-    ]
-    prompt_ids = served.tokenizer.render_chat(messages)
+    return chat_job(parse_request(ChatRequest, body), served)
+
+
+def chat_prompt(request: ChatRequest, served: ServedModel) -> list[int]:
+    """The tokens that the model answers to. Raises RequestError."""
+    check_model(request.model, served)
+    return chat_messages(request.messages, served)
+
+
+def chat_messages(messages: Sequence[ChatMessage], served: ServedModel) -> list[int]:
+    """The tokens of a conversation, ready for the assistant's turn. Raises RequestError."""
+    check_chars(sum(len(message.content) for message in messages), served, "messages")
+    return served.tokenizer.render_chat(
+        [
+            {"role": "system" if message.role == "developer" else message.role, "content": message.content}
+            for message in messages
+        ]
+    )
+
+
+def chat_job(request: ChatRequest, served: ServedModel) -> Job:
+    """The choices of a chat completion; other endpoints turn their requests into one. Raises RequestError."""
+    prompt_ids = chat_prompt(request, served)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = request.max_completion_tokens or request.max_tokens
     choices = _choices(request, served, [(prompt_ids, "")], "messages", max_tokens, num_logprobs)
@@ -102,14 +91,15 @@ def prepare_chat(body: bytes, served: ServedModel) -> Job:
 
 def prepare_completion(body: bytes, served: ServedModel) -> Job:
     """A text completion's choices: all of the first prompt, then all of the next. Raises RequestError."""
-    request = _validated(CompletionRequest, body)
-    _check_model(request.model, served)
+    request = parse_request(CompletionRequest, body)
+    check_model(request.model, served)
     prompts: list[tuple[list[int], str]] = []
     for prompt in request.prompt:
         if isinstance(prompt, str):
+            check_chars(len(prompt), served, "prompt")
             ids, text = served.tokenizer.encode(prompt), prompt
         else:
-            _check_token_ids(prompt, served, "prompt")
+            check_token_ids(prompt, served, "prompt")
             ids, text = prompt, served.tokenizer.decode(prompt)
         prompts.append((ids, text if request.echo else ""))
     choices = _choices(request, served, prompts, "prompt", request.max_tokens, request.logprobs)
@@ -206,6 +196,17 @@ def _has_steps(request: SamplingRequest) -> bool:
     return True
 
 
+def check_chars(num_chars: int, served: ServedModel, param: str) -> None:
+    """Refuse before it is tokenised what cannot fit, were all of it the longest token there is."""
+    if num_chars > served.max_model_len * served.tokenizer.longest_token_len:
+        raise RequestError(
+            f"This model's maximum context length is {served.max_model_len} tokens; "
+            f"'{param}' has {num_chars} characters, which are more. Shorten it.",
+            code="context_length_exceeded",
+            param=param,
+        )
+
+
 def _room(prompt_ids: list[int], served: ServedModel, param: str, max_tokens: int | None) -> int:
     """How many tokens the answer may have: what was asked, or what the context leaves."""
     left = served.max_model_len - len(prompt_ids)
@@ -226,7 +227,7 @@ def _sampling_params(
     request: SamplingRequest, served: ServedModel, num_logprobs: int | None
 ) -> SamplingParams:
     for name in ("stop_token_ids", "allowed_token_ids"):
-        _check_token_ids(getattr(request, name) or [], served, name)
+        check_token_ids(getattr(request, name) or [], served, name)
     stop_token_ids = list(request.stop_token_ids or [])
     if not request.ignore_eos:
         stop_token_ids += [i for i in served.eos_token_ids if i not in stop_token_ids]
@@ -261,7 +262,7 @@ def _logit_bias(bias: dict[str, float], served: ServedModel) -> dict[int, float]
             "the keys of 'logit_bias' must be token ids", code="invalid_token_id", param="logit_bias"
         )
     by_id = {int(key): value for key, value in bias.items()}
-    _check_token_ids(list(by_id), served, "logit_bias")
+    check_token_ids(list(by_id), served, "logit_bias")
     return by_id
 
 
@@ -283,7 +284,8 @@ def _seed_of(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
-def _check_model(name: str, served: ServedModel) -> None:
+def check_model(name: str, served: ServedModel) -> None:
+    """RequestError 404 unless `name` is the model that is served."""
     if name != served.name:
         raise unknown_model(name, served)
 
@@ -298,78 +300,11 @@ def unknown_model(name: str, served: ServedModel) -> RequestError:
     )
 
 
-def _check_token_ids(ids: Sequence[int], served: ServedModel, param: str) -> None:
+def check_token_ids(ids: Sequence[int], served: ServedModel, param: str) -> None:
+    """RequestError unless all are ids of the model's vocabulary."""
     if ids and not (min(ids) >= 0 and max(ids) < served.vocab_size):
         raise RequestError(
             f"token ids in '{param}' must be between 0 and {served.vocab_size - 1}",
             code="invalid_token_id",
             param=param,
         )
-
-
-def _validated(kind: type[Request], body: bytes) -> Request:
-    try:
-        return kind.model_validate(_parsed(body))
-    except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_input=False)[0]) from None
-
-
-def _parsed(body: bytes) -> dict[str, Any]:
-    try:
-        document = json.loads(
-            body.decode(), object_pairs_hook=_unique, parse_constant=_not_a_number, parse_float=_finite
-        )
-        if _SURROGATE.search(body):
-            json.dumps(document, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise RequestError("the body has half of a surrogate pair", code="invalid_encoding") from None
-    except UnicodeDecodeError:
-        raise RequestError("the body is not UTF-8", code="invalid_encoding") from None
-    except RecursionError:
-        raise RequestError("the body is nested too deeply", code="json_too_deep") from None
-    except ValueError as error:
-        if isinstance(error, RequestError):
-            raise
-        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(document, dict):
-        raise RequestError("the body must be a JSON object", code="invalid_type")
-    return document
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        raise RequestError("the body has a key twice in one object", code="duplicate_key")
-    return document
-
-
-def _finite(literal: str) -> float:
-    value = float(literal)
-    return value if math.isfinite(value) else _not_a_number(literal)
-
-
-def _not_a_number(literal: str) -> NoReturn:
-    raise RequestError(f"the body holds {literal[:20]}; numbers must be finite", code="invalid_json")
-
-
-def _refusal(detail: ErrorDetails) -> RequestError:
-    """The first of pydantic's complaints, in OpenAI's words."""
-    kind, context = detail["type"], detail.get("ctx", {})
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"])
-    path = path.removeprefix(".") or context.get("name", "")
-    if kind in _OUR_CODES:
-        code = kind
-    elif kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        bound = next(value for name, value in context.items() if name in ("ge", "gt", "le", "lt"))
-        number = "integer" if isinstance(bound, int) else "decimal"
-        code = f"{number}_{'below_min' if kind.startswith('greater') else 'above_max'}_value"
-    elif kind.endswith("_type") or kind == "int_from_float":
-        code = "invalid_type"
-    else:
-        code = _CODES.get(kind, "invalid_value")
-    if kind == "missing":
-        message = f"Missing required parameter: '{path}'."
-    else:
-        problem = detail["msg"].removeprefix(f"{context.get('name', '')} ")
-        message = f"Invalid '{path}': {problem}."
-    return RequestError(message, code=code, param=path or None)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..api.app import as_request_error
+from ..api.errors import as_request_error
 from ..api.front import Front
 from ..observing import CLIENT_GONE, Record
 from .status import CallContext, answer_error, metadata

@@ -9,7 +9,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from grpc_health.v1 import health_pb2
 
@@ -17,8 +17,9 @@ from ...cluster.errors import EngineError, RequestError
 from ..api.accounting import Account
 from ..api.front import Front
 from ..api.guard import ReadAhead
+from ..api.keys import Caller
+from ..api.pieces import pieces_of
 from ..api.replies import Gathered, Piece
-from ..api.streaming import merge, stream_choice
 from ..api.validate import Job
 from ..tracing import RequestTrace
 from . import paceline_pb2 as pb
@@ -41,37 +42,28 @@ _HealthStatus = health_pb2.HealthCheckResponse.ServingStatus
 _HealthListResponse: Any = health_pb2.HealthListResponse  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Keys(Protocol):
-    """Who may call."""
-
-    def check(self, header: str | None) -> object | None:
-        """The caller that the value of an Authorization header names; None: nobody we know."""
-        ...
-
-
 class GrpcMethods:
     """The RPCs by their names in the proto files. Whoever inherits calls `open_grpc` before the first one."""
 
     def open_grpc(
         self,
         front: Front,
-        keys: Keys | None = None,
-        abort_elsewhere: Callable[[str], Awaitable[Sequence[bool]]] | None = None,
+        abort_elsewhere: Callable[[str, str], Awaitable[Sequence[bool]]] | None = None,
     ) -> None:
         """`abort_elsewhere` asks the other replicas for `abort_request`: an Abort comes to any of them."""
         self._front = front
         self._abort_elsewhere = abort_elsewhere
-        self._keys = keys  # None: whoever reaches the port may call
-        self._calls: dict[str, ReadAhead[Piece]] = {}  # by the client's request_id, for Abort
+        self._calls: dict[tuple[str, str], ReadAhead[Piece]] = {}  # by caller and its request_id, for Abort
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: CallContext) -> pb.GenerateResponse:
         served = self._front.served
         with answering(self._front, f"/{SERVICE}/Generate", grpc_context) as record:
-            job = await self._prepare(request, grpc_context, is_stream=False)
+            caller = self._admit(request.ByteSize(), grpc_context)
+            job = await self._prepare(request, is_stream=False)
             reply_id, account = f"gen-{uuid.uuid4().hex}", Account(job)
             record.usage = account.usage
             choices = [Gathered() for _ in job.choices]
-            async with self._open(request, reply_id, job, record.trace) as pieces:
+            async with self._open(request, caller, reply_id, job, record.trace) as pieces:
                 async for piece in pieces:
                     choices[piece.index].add(piece)
                     account.add(piece)
@@ -83,10 +75,11 @@ class GrpcMethods:
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
         tokenizer = self._front.served.tokenizer
         with answering(self._front, f"/{SERVICE}/GenerateStream", grpc_context) as record:
-            job = await self._prepare(request, grpc_context, is_stream=True)
+            caller = self._admit(request.ByteSize(), grpc_context)
+            job = await self._prepare(request, is_stream=True)
             reply_id, account = f"gen-{uuid.uuid4().hex}", Account(job)
             record.usage = account.usage
-            async with self._open(request, reply_id, job, record.trace) as pieces:
+            async with self._open(request, caller, reply_id, job, record.trace) as pieces:
                 async for piece in pieces:
                     account.add(piece)
                     yield chunk_of(reply_id, piece, tokenizer)
@@ -102,15 +95,15 @@ class GrpcMethods:
     async def Abort(self, request: pb.AbortRequest, grpc_context: CallContext) -> pb.AbortResponse:
         answer = pb.AbortResponse()
         with answering(self._front, f"/{SERVICE}/Abort", grpc_context):
-            self._admit(request.ByteSize(), grpc_context)
-            answer.is_aborted = await self.abort_request(request.request_id)
+            caller = self._caller(request.ByteSize(), grpc_context).name
+            answer.is_aborted = await self.abort_request(caller, request.request_id)
             if not answer.is_aborted and self._abort_elsewhere is not None:
-                answer.is_aborted = any(await self._abort_elsewhere(request.request_id))
+                answer.is_aborted = any(await self._abort_elsewhere(caller, request.request_id))
         return answer
 
-    async def abort_request(self, request_id: str) -> bool:
-        """End the request of this name if it runs here."""
-        pieces = self._calls.get(request_id)
+    async def abort_request(self, caller: str, request_id: str) -> bool:
+        """End the request of this name, and of this caller's, if it runs here."""
+        pieces = self._calls.get((caller, request_id))
         if pieces is not None:
             pieces.stop(RequestError("the request was aborted", status=499, code="aborted"))
         return pieces is not None
@@ -149,9 +142,17 @@ class GrpcMethods:
             return health_pb2.HealthCheckResponse.NOT_SERVING
         return health_pb2.HealthCheckResponse.SERVING
 
-    def _admit(self, num_bytes: int, context: CallContext) -> None:
+    def _admit(self, num_bytes: int, context: CallContext) -> Caller:
+        """The caller of a request for work. Raises RequestError for who may not call, or not now."""
+        caller = self._caller(num_bytes, context)
+        self._front.drain.check()
+        caller.admit()
+        return caller
+
+    def _caller(self, num_bytes: int, context: CallContext) -> Caller:
         """Refuse who may not call and what is too large. Raises RequestError."""
-        if self._keys is not None and self._keys.check(metadata(context, "authorization")) is None:
+        caller = self._front.keys.check(metadata(context, "authorization"))
+        if caller is None:
             raise RequestError(
                 "give a valid key as metadata: authorization = Bearer KEY", status=401, code="invalid_api_key"
             )
@@ -161,41 +162,31 @@ class GrpcMethods:
                 status=413,
                 code="request_too_large",
             )
+        return caller
 
-    async def _prepare(self, request: pb.GenerateRequest, context: CallContext, *, is_stream: bool) -> Job:
-        num_bytes = request.ByteSize()
-        self._admit(num_bytes, context)
-        if num_bytes > THREADED_REQUEST_BYTES:
+    async def _prepare(self, request: pb.GenerateRequest, *, is_stream: bool) -> Job:
+        if request.ByteSize() > THREADED_REQUEST_BYTES:
             return await asyncio.to_thread(prepare, request, self._front.served, is_stream=is_stream)
         return prepare(request, self._front.served, is_stream=is_stream)
 
     @asynccontextmanager
     async def _open(
-        self, request: pb.GenerateRequest, reply_id: str, job: Job, trace: RequestTrace | None
+        self, request: pb.GenerateRequest, caller: Caller, reply_id: str, job: Job, trace: RequestTrace | None
     ) -> AsyncIterator[ReadAhead[Piece]]:
         """The pieces of all choices, under the name that Abort knows."""
         front, name = self._front, request.request_id
-        if name in self._calls:
+        call = (caller.name, name)
+        if call in self._calls:
             raise RequestError(
                 f"a request named {name[:100]!r} is running; choose another name",
                 code="duplicate_request_id",
                 param="request_id",
             )
-        front.metrics.num_choices.observe(job.num_per_prompt)
-        streams = [
-            stream_choice(
-                front.source,
-                front.served.tokenizer,
-                f"{reply_id}-{choice.index}",
-                choice,
-                front.metrics.start(len(choice.prompt_ids), choice.params.max_tokens, trace),
-            )
-            for choice in job.choices
-        ]
-        async with aclosing(ReadAhead(merge(streams), front.abandoned_s)) as pieces:
+        made = pieces_of(front, caller, reply_id, job, trace)
+        async with aclosing(ReadAhead(made, front.abandoned_s)) as pieces:
             if name:
-                self._calls[name] = pieces
+                self._calls[call] = pieces
             try:
                 yield pieces
             finally:
-                self._calls.pop(name, None)
+                self._calls.pop(call, None)

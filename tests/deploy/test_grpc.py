@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.cluster.errors import EngineError, RequestError
 from paceline.deploy.api.guard import NUM_AHEAD, ReadAhead
+from paceline.deploy.api.keys import KeyRing, load_keys
 from paceline.deploy.api.streaming import ClientGone, EventStream
 from paceline.deploy.grpc import generate
 from paceline.deploy.grpc import paceline_pb2 as pb
@@ -21,11 +22,6 @@ from paceline.deploy.grpc.paceline_pb2_grpc import PacelineStub, add_PacelineSer
 from paceline.deploy.grpc.service import SERVICE, GrpcMethods
 
 SAYS = "the fox says 🦊 and goes on"
-
-
-class OneKey:
-    def check(self, header: str | None) -> object | None:
-        return "someone" if header == "Bearer secret" else None
 
 
 async def _drained(call: Any) -> None:
@@ -58,10 +54,10 @@ class Door:
         return error.code(), trailers, error.details() or ""
 
 
-async def opened(path: Path, keys: OneKey | None, abandoned_s: float) -> AsyncIterator[Door]:
-    front, engine = scripted_front(path, abandoned_s=abandoned_s)
+async def opened(path: Path, ring: KeyRing, abandoned_s: float) -> AsyncIterator[Door]:
+    front, engine = scripted_front(path, abandoned_s=abandoned_s, keys=ring)
     methods = GrpcMethods()
-    methods.open_grpc(front, keys)
+    methods.open_grpc(front)
     server = grpc.aio.server()
     add_PacelineServicer_to_server(methods, server)
     health_pb2_grpc.add_HealthServicer_to_server(methods, server)
@@ -74,7 +70,7 @@ async def opened(path: Path, keys: OneKey | None, abandoned_s: float) -> AsyncIt
 
 @pytest.fixture
 async def door(tmp_path: Path) -> AsyncIterator[Door]:
-    async for it in opened(tmp_path, None, 0.3):
+    async for it in opened(tmp_path, KeyRing(), 0.3):
         yield it
 
 
@@ -243,7 +239,8 @@ async def test_abort_by_name_from_another_call(door: Door) -> None:
 async def test_abort_asks_the_other_replicas(door: Door) -> None:
     asked: list[str] = []
 
-    async def elsewhere(request_id: str) -> list[bool]:
+    async def elsewhere(caller: str, request_id: str) -> list[bool]:
+        assert caller == ""
         asked.append(request_id)
         return [False, request_id == "theirs"]
 
@@ -251,6 +248,20 @@ async def test_abort_asks_the_other_replicas(door: Door) -> None:
     assert (await door.stub.Abort(pb.AbortRequest(request_id="theirs"))).is_aborted
     assert not (await door.stub.Abort(pb.AbortRequest(request_id="nobody's"))).is_aborted
     assert asked == ["theirs", "nobody's"]
+
+
+async def test_nobody_aborts_what_is_another_s(tmp_path: Path) -> None:
+    ring = KeyRing(load_keys(None, {"PACELINE_API_KEYS": "alice sk-alices-key,bob sk-bobs-key"}))
+    async for door in opened(tmp_path, ring, 1.0):
+        alice, bob = ([("authorization", f"Bearer sk-{name}-key")] for name in ("alices", "bobs"))
+        door.engine.step_s = 0.02
+        stream = door.stub.GenerateStream(text(ignore_eos=True, request_id="mine"), metadata=alice)
+        await anext(aiter(stream))
+        request = pb.AbortRequest(request_id="mine")
+        assert not (await door.stub.Abort(request, metadata=bob)).is_aborted
+        assert (await door.stub.Abort(request, metadata=alice)).is_aborted
+        assert door.engine.salts == ["alice/"]
+        await door.idle()
 
 
 async def test_a_stream_that_nobody_reads_is_ended() -> None:
@@ -351,11 +362,11 @@ async def test_health_and_its_watch(door: Door) -> None:
     ],
 )
 async def test_keys_are_those_of_http(tmp_path: Path, call: Callable[[Any], Any]) -> None:
-    async for door in opened(tmp_path, OneKey(), 1.0):
+    async for door in opened(tmp_path, KeyRing(load_keys(None, {"PACELINE_API_KEYS": "sk-secret"})), 1.0):
         status, trailers, _ = await door.refused(call(door.stub))
         assert (status, trailers["paceline-code"]) == (grpc.StatusCode.UNAUTHENTICATED, "invalid_api_key")
         assert (await door.health.Check(health_pb2.HealthCheckRequest())).status == 1
-        answer = await door.stub.Generate(text(), metadata=[("authorization", "Bearer secret")])
+        answer = await door.stub.Generate(text(), metadata=[("authorization", "Bearer sk-secret")])
         assert answer.choices[0].text == SAYS
 
 

@@ -18,6 +18,7 @@
 namespace {
 
 constexpr int64_t kBlock = 64;     // keys
+constexpr int kVectors = kBlock / kWidth;
 constexpr int64_t kPart = 512;     // keys
 constexpr int64_t kQueries = 48;   // of a tile: rows times heads of a group
 constexpr int64_t kMaxDim = 256;   // of a head
@@ -284,31 +285,35 @@ private:
         const int32_t begin = int32_t(std::clamp<int64_t>(begin_of(position) - block, 0, kBlock));
         const int32_t end = int32_t(std::clamp<int64_t>(end_of(position) - block, 0, kBlock));
         float* scores = scores_ + query * kBlock;
-        Vector rows[kBlock / kWidth];
-        Vector largest = broadcast(kNever);
-        for (int i = 0; i < kBlock / kWidth; i++) {
-            Integers key;
-            for (int lane = 0; lane < kWidth; lane++) key[lane] = i * kWidth + lane;
-            rows[i] = choose((key >= begin) & (key < end), load(scores + i * kWidth), broadcast(kNever));
-            largest = larger(rows[i], largest);
-        }
-        float top = largest[0];
-        for (int lane = 1; lane < kWidth; lane++) top = std::max(top, float(largest[lane]));
         if (begin >= end) {
-            for (int i = 0; i < kBlock / kWidth; i++) store(scores + i * kWidth, Vector{});
+            for (int i = 0; i < kVectors; i++) store(scores + i * kWidth, Vector{});
             return;
         }
-        top = std::max(top, partial.largest[query]);
+        Vector rows[kVectors];
+        for (int i = 0; i < kVectors; i++) rows[i] = load(scores + i * kWidth);
+        if (begin > 0 || end < kBlock) hide(rows, begin, end);
+        Vector largest = rows[0];
+        for (int i = 1; i < kVectors; i++) largest = larger(rows[i], largest);
+        const float before = partial.largest[query];
+        const float top = std::max(before, largest_of(largest));
         Vector total = {};
-        for (int i = 0; i < kBlock / kWidth; i++) {
+        for (int i = 0; i < kVectors; i++) {
             const Vector weight = exponential(rows[i] - broadcast(top));
             store(scores + i * kWidth, weight);
             total += weight;
         }
-        const float keep = exponential_of(partial.largest[query] - top);
+        const float keep = before == top ? 1.0f : exponential_of(before - top);
         scale_row(partial.weighted + query * padded_dim_, padded_dim_, keep);
         partial.total[query] = partial.total[query] * keep + sum(total);
         partial.largest[query] = top;
+    }
+
+    // Scores of keys outside [begin, end) of the block become those of keys that are never seen.
+    static void hide(Vector (&rows)[kVectors], int32_t begin, int32_t end) {
+        Integers key;
+        for (int lane = 0; lane < kWidth; lane++) key[lane] = lane;
+        for (int i = 0; i < kVectors; i++, key += kWidth)
+            rows[i] = choose((key >= begin) & (key < end), rows[i], broadcast(kNever));
     }
 
     const AttentionPlan& plan_;

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <initializer_list>
 #include <type_traits>
+#include <utility>
 
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;  // floats
@@ -43,20 +44,33 @@ inline Vector multiply_add(Vector a, Vector b, Vector c) {
 #endif
 }
 
-// Lanes are added in pairs that are `distance` apart: the order depends on nothing but the width.
-inline float sum(Vector v) {
-    float lanes[kWidth];
-    store(lanes, v);
-    for (int distance = kWidth / 2; distance > 0; distance /= 2)
-        for (int lane = 0; lane < distance; lane++) lanes[lane] += lanes[lane + distance];
-    return lanes[0];
-}
-
 inline Vector choose(Integers is_first, Vector first, Vector second) {
     return (Vector)(((Integers)first & is_first) | ((Integers)second & ~is_first));
 }
 
 inline Vector larger(Vector a, Vector b) { return choose(a > b, a, b); }
+
+template <int kDistance, int... kLane>
+inline Vector rotated(Vector v, std::integer_sequence<int, kLane...>) {
+    return __builtin_shufflevector(v, v, ((kLane + kDistance) % kWidth)...);
+}
+
+// One lane out of all: pairs that are kDistance apart are joined, then pairs of those.
+template <int kDistance = kWidth / 2, class Join>
+inline float fold(Vector v, Join join) {
+    v = join(v, rotated<kDistance>(v, std::make_integer_sequence<int, kWidth>()));
+    if constexpr (kDistance > 1)
+        return fold<kDistance / 2>(v, join);
+    else
+        return v[0];
+}
+
+// The order of the sum depends on nothing but the width.
+inline float sum(Vector v) {
+    return fold(v, [](Vector a, Vector b) { return a + b; });
+}
+
+inline float largest_of(Vector v) { return fold(v, larger); }
 
 // Calls body(i, count) for the vectors of a row: count is kWidth, known to the compiler, but for the last.
 template <class Body>

@@ -250,10 +250,10 @@ def streaming(cluster: Cluster, num_clients: int) -> Iterator[list[str]]:
 
 
 def test_it_answers_a_chat(cluster: Cluster) -> None:
-    answer = chat(cluster)
+    answer = chat(cluster, temperature=0)
 
     assert answer["choices"][0]["message"]["content"]
-    assert answer["usage"]["completion_tokens"] == 16
+    assert 0 < answer["usage"]["completion_tokens"] <= 16
 
 
 def test_nobody_commands_ray_without_the_token(cluster: Cluster) -> None:

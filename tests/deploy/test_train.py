@@ -86,6 +86,7 @@ def test_a_mistake_is_one_line_with_its_remedy(
     assert stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_preset_runs_all_stages_and_ends_at_once_when_repeated(
     tmp_path: Path, target: Path, chats: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.cluster.choices import BackendChoice
 from paceline.cluster.config import Config, EngineConfig, ModelConfig
 from paceline.cluster.messages import Admit, Chunk, SamplingParams, StepPlan
 from paceline.cluster.model_source import resolve_model
+from paceline.kernels.backend import Backend, choose_backend
+from paceline.kernels.rows import Rows
 from paceline.workers.runner import Runner
 
 PARTS = ("products", "head", "attention", "small", "sampler")
@@ -32,6 +35,7 @@ LINEARS = ("qkv", "output", "gate_up", "down")
 PAGE_SIZE = 16
 MAX_PREFILL = 512
 TOKEN_ID = 504
+SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # of one layer's linears: outputs, inputs
 
 
 class Clock:
@@ -138,15 +142,54 @@ def measure(
     return {name: [1e3 * s for s in (best[name], *split[name][1:])] for name in steps}
 
 
+def fastest(now: Callable[[], float], rounds: int, call: Callable[[], Any]) -> float:
+    """Seconds."""
+    seconds: list[float] = []
+    for _ in range(rounds):
+        began = now()
+        call()
+        seconds.append(now() - began)
+    return min(seconds)
+
+
+def prefill(now: Callable[[], float], rounds: int) -> None:
+    """Print what many rows of one prompt cost, with the shapes of the default model's layer."""
+    backends = {name: choose_backend("cpu", name) for name in BACKENDS}
+    print("\n| |", " | ".join(BACKENDS), "|\n|---|---|---|")
+    for num_rows in (128, 512):
+        rates: list[str] = []
+        for backend in backends.values():
+            linears = [backend.linear(torch.randn(shape).bfloat16().float(), None) for shape in SHAPES]
+            inputs = [torch.randn(num_rows, num_in) for _, num_in in SHAPES]
+            seconds = fastest(
+                now, rounds, lambda f=linears, x=inputs: [g(y) for g, y in zip(f, x, strict=True)]
+            )
+            num_operations = 2 * num_rows * sum(num_out * num_in for num_out, num_in in SHAPES)
+            rates.append(f"{num_operations / seconds / 1e9:.0f} GF/s")
+        print(f"| linears of {num_rows} rows |", " | ".join(rates), "|")
+    for num_rows in (512, 2048):
+        times = [1e3 * fastest(now, rounds, attention(backend, num_rows)) for backend in backends.values()]
+        print(f"| attention of {num_rows} rows, one layer |", " | ".join(f"{ms:.1f} ms" for ms in times), "|")
+
+
+def attention(backend: Backend, num_rows: int) -> Callable[[], Any]:
+    """One layer's attention of a whole prompt, planned and run."""
+    num_pages = num_rows // PAGE_SIZE
+    k_pages, v_pages = torch.randn(2, num_pages, PAGE_SIZE, 3, 64)
+    q, places = torch.randn(num_rows, 9, 64), torch.arange(num_rows)
+    rows = Rows(places, places, [num_rows], [num_rows], torch.arange(num_pages)[None])
+
+    def attend() -> Tensor:
+        plan = backend.plan_attention(rows, num_heads=9, num_kv_heads=3, head_dim=64, page_size=PAGE_SIZE)
+        return plan.run(q, k_pages, v_pages)
+
+    return attend
+
+
 def bandwidth(now: Callable[[], float]) -> float:
     """Bytes per second of a sum over more memory than any cache holds."""
     memory = torch.ones(1 << 28)
-    seconds: list[float] = []
-    for _ in range(5):
-        began = now()
-        memory.sum()
-        seconds.append(now() - began)
-    return memory.numel() * 4 / min(seconds)
+    return memory.numel() * 4 / fastest(now, 5, memory.sum)
 
 
 def main() -> None:
@@ -170,6 +213,7 @@ def main() -> None:
         }
         for name, figures in measure(steps, now, options.rounds).items():
             print("|", rows, "|", name, "|", " | ".join(f"{ms:.1f}" for ms in figures), "|", flush=True)
+    prefill(now, options.rounds)
 
 
 if __name__ == "__main__":

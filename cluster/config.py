@@ -19,6 +19,8 @@ import msgspec
 from .choices import BackendChoice, Device, Dtype
 from .errors import ConfigError
 
+ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "pythonic", "mistral"]
+ReasoningParser = Literal["auto", "none", "think"]
 ReportLevel = Literal["none", "summary", "detailed"]
 
 # Variables that are read elsewhere: a place, and secrets, which are no options.
@@ -36,6 +38,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str | None = None  # the `model` of requests; None: derived from `model`
     dtype: Dtype = "bfloat16"
     max_model_len: int | None = None  # tokens per sequence; None: what the model was trained for
+    tool_call_parser: ToolCallParser = "auto"  # how it writes calls of tools; "auto": its template tells
+    reasoning_parser: ReasoningParser = "auto"  # whether it thinks between tags; "auto": its template tells
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

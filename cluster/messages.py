@@ -15,12 +15,25 @@ import msgspec
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What an output has to match. Whoever masks by it compiles it: it is small, its compiled form is not.
+
+    The server has compiled it once, within limits, before it sends it on.
+    """
+
+    kind: GrammarKind
+    source: str  # JSON for a schema or a structural tag; EBNF's root rule is named "root"
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are drawn. The defaults draw from the model's own distribution.
 
     A token is `argmax(processed_logits / temperature + gumbel(seed, position))`; temperature 0: plain argmax.
     Processors act in this order: repetition, presence, frequency penalty; logit bias; masks (allowed ids, bad
-    words, minimum length); temperature; top-k; top-p; min-p.
+    words, minimum length, then grammar); temperature; top-k; top-p; min-p.
     """
 
     max_tokens: int
@@ -36,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: list[int] | None = None
     stop_token_ids: list[int] = []  # the end-of-sequence ids are put here by the server
     min_tokens: int = 0  # stop tokens are masked until this many are out
+    grammar: Grammar | None = None  # its end is an end-of-sequence token, so those must be stop tokens
     logprobs: int | None = None  # how many alternatives to report; None: no log-probabilities
     seed: int = 0  # 0 .. 2**64 - 1
 

@@ -23,6 +23,8 @@ HELP = {
     "served_model_name": "what requests call the model",
     "dtype": "precision of weights and activations",
     "max_model_len": "tokens per sequence, prompt and output together",
+    "tool_call_parser": "how the model writes calls of tools; auto: as its chat template tells",
+    "reasoning_parser": "think: thoughts between <think> tags are told apart; auto: as its template tells",
     "tensor_parallel_size": "ranks that share the model",
     "device": "where the ranks compute",
     "backend": "kernels on CPU: ours where they are the fastest, else torch's (auto), or only the ones named",

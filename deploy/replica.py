@@ -47,6 +47,7 @@ class Server(GrpcMethods):
         self._engine = await start_engine(config, path)
         replica = serve.get_replica_context().replica_id.unique_id
         front = replace(front_of(config, path, self._engine, replica, keys), render_all=self._render_all)
+        front.start_soon()
         self._front = front
         self._app = create_app(front)
         if front.batches is not None:

@@ -11,5 +11,6 @@ def run_rank(link: Link, runner: Runner) -> None:
 
     What goes wrong is told to the scheduler, then raised: a rank that failed a step is no use to its group.
     """
+    runner.grammars.load_soon()
     ready = Ready(rank=runner.rank, num_pages=runner.num_pages, step_costs=runner.step_costs)
     serve_plans(link, f"rank{runner.rank}", ready, StepPlan, runner.execute)

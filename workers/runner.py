@@ -13,6 +13,7 @@ from ..cluster.messages import Admit, Chunk, Decision, SamplingParams, StepPlan,
 from ..cluster.topology import threads_per_rank
 from ..kernels.backend import choose_backend
 from ..kernels.dtypes import compute_dtype
+from ..kernels.grammar import Grammars
 from .batch import Batch, build_batch
 from .calibration import time_steps
 from .collectives import Collectives, Solo
@@ -77,7 +78,8 @@ class Runner:
             device=self.device,
         )
         self._sampler = Sampler(partition, self._collectives)
-        self._sequences = Sequences(self.max_model_len, engine.page_size)
+        self.grammars = Grammars(model_path, self.spec.vocab_size, self.spec.eos_token_ids)
+        self._sequences = Sequences(self.max_model_len, engine.page_size, self.grammars)
         num_warm_rows = min(self._max_num_rows, self.max_model_len)
         if self.device.type == "cpu":
             num_warm_rows = min(num_warm_rows, _WARM_UP_ROWS)

@@ -7,6 +7,8 @@ ways a token depends on logits, parameters, seed and position alone.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -46,7 +48,7 @@ class Sampler:
             drawn = _draw_whole(deciders, logits)
         else:
             drawn = self._draw_sharded(deciders, logits)
-        return self._decisions(chunks, drawn) if self._partition.rank == 0 else []
+        return self._decisions(chunks, deciders, drawn) if self._partition.rank == 0 else []
 
     def _draw_sharded(self, deciders: Seq[Decider], logits: Tensor) -> _Drawn:
         needs_whole = [_needs_whole(sequence) for sequence, _ in deciders]
@@ -84,7 +86,7 @@ class Sampler:
         shards = self._collectives.all_gather(padded)  # [size, R, stride]
         return shards.permute(1, 0, 2).flatten(1)[:, : part.spec.vocab_size].contiguous()
 
-    def _decisions(self, chunks: Seq[Chunk], drawn: _Drawn) -> list[Decision]:
+    def _decisions(self, chunks: Seq[Chunk], deciders: Seq[Decider], drawn: _Drawn) -> list[Decision]:
         token_ids, is_finite = drawn.token_ids.tolist(), drawn.is_finite.tolist()
         vocab_size = self._partition.spec.vocab_size
         decisions: list[Decision] = []
@@ -96,7 +98,8 @@ class Sampler:
             ids = token_ids[rows.start : rows.stop]
             assert all(0 <= token_id < vocab_size for token_id in ids), f"a draw left the vocabulary: {ids}"
             logprobs = [drawn.logprobs[row] for row in rows] if rows.start in drawn.logprobs else None
-            finite = all(is_finite[rows.start : rows.stop])
+            matcher = deciders[first][0].matcher
+            finite = all(is_finite[rows.start : rows.stop]) and not (matcher is not None and matcher.is_lost)
             decisions.append(Decision(chunk.sequence_id, ids, finite, logprobs))
             first = rows.stop
         return decisions
@@ -128,6 +131,8 @@ def _draw(deciders: Seq[Decider], logits: Tensor, first_id: int) -> tuple[Tensor
             for sequence, position in deciders
         ]
         penalties.apply(logits, contexts, first_id)
+    if any(p.grammar is not None for p in params):
+        _mask_by_grammar(deciders, logits, first_id)
     if all(p.temperature == 0 for p in params):
         values, ids = sampling.argmax(logits)
         return values, ids + first_id
@@ -141,6 +146,17 @@ def _draw(deciders: Seq[Decider], logits: Tensor, first_id: int) -> tuple[Tensor
         torch.tensor([position + 1 for _, position in deciders], dtype=torch.int64, device=device),
         first_id,
     )
+
+
+def _mask_by_grammar(deciders: Seq[Decider], logits: Tensor, first_id: int) -> None:
+    """The rows of one sequence are neighbours: those of a block, or one."""
+    row = 0
+    for sequence, rows in groupby(deciders, itemgetter(0)):
+        positions = [position for _, position in rows]
+        if sequence.matcher is not None:
+            output = sequence.token_ids[sequence.prompt_len : positions[-1] + 1]
+            sequence.matcher.mask(logits[row : row + len(positions)], output, first_id)
+        row += len(positions)
 
 
 def _make_finite(logits: Tensor) -> Tensor:

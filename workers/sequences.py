@@ -1,7 +1,7 @@
-"""What a rank remembers of each sequence: its tokens and its pages.
+"""What a rank remembers of each sequence: its tokens, its pages, and where it stands in its grammar.
 
 Nothing here ever needs rolling back: a rejected draft's token and K/V are overwritten by the next chunk,
-which starts where the accepted ones end.
+which starts where the accepted ones end; a matcher has only taken what was settled.
 """
 
 import numpy as np
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..cluster.errors import ProtocolError
 from ..cluster.messages import Admit, Chunk, SamplingParams
+from ..kernels.grammar import Grammars, Matcher
 
 
 class Sequence:
@@ -17,12 +18,13 @@ class Sequence:
     `token_ids` [max_len] holds what is known up to the last chunk's end; beyond it the content is stale.
     """
 
-    __slots__ = ("num_pages", "pages", "params", "prompt_len", "sequence_id", "token_ids")
+    __slots__ = ("matcher", "num_pages", "pages", "params", "prompt_len", "sequence_id", "token_ids")
 
-    def __init__(self, admit: Admit, max_len: int, page_size: int) -> None:
+    def __init__(self, admit: Admit, max_len: int, page_size: int, matcher: Matcher | None = None) -> None:
         self.sequence_id = admit.sequence_id
         self.params: SamplingParams = admit.params
         self.prompt_len = admit.prompt_len
+        self.matcher = matcher  # of its grammar, if it has one
         if len(admit.token_ids) > max_len:
             raise ProtocolError(
                 f"sequence {admit.sequence_id}: {len(admit.token_ids)} tokens exceed {max_len}"
@@ -57,7 +59,8 @@ class Sequence:
 class Sequences:
     """All sequences of a rank."""
 
-    def __init__(self, max_len: int, page_size: int) -> None:
+    def __init__(self, max_len: int, page_size: int, grammars: Grammars) -> None:
+        self._grammars = grammars
         self._max_len = max_len
         self._page_size = page_size
         self._sequences: dict[int, Sequence] = {}
@@ -72,7 +75,9 @@ class Sequences:
     def admit(self, admit: Admit) -> None:
         if admit.sequence_id in self._sequences:
             raise ProtocolError(f"sequence {admit.sequence_id} was admitted twice")
-        self._sequences[admit.sequence_id] = Sequence(admit, self._max_len, self._page_size)
+        grammar = admit.params.grammar
+        matcher = None if grammar is None else self._grammars.matcher(grammar)
+        self._sequences[admit.sequence_id] = Sequence(admit, self._max_len, self._page_size, matcher)
 
     def extend(self, chunk: Chunk) -> Sequence:
         sequence = self._sequences.get(chunk.sequence_id)

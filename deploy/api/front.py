@@ -10,9 +10,11 @@ from ...cluster.config import DEFAULT_MODEL, Config, ModelConfig, ServerConfig
 from ...workers.runner import max_model_len
 from ...workers.spec import ModelSpec
 from ..engine import Engine
+from ..grammars import GrammarCheck, GrammarCompiler
 from ..metrics import Metrics, merged
 from ..tracing import Tracer
 from .batch_jobs import BatchJobs
+from .conversation import ChatFormat
 from .drain import Drain
 from .file_store import FileStore
 from .keys import ApiKey, KeyRing
@@ -51,6 +53,7 @@ class Front:
     cors_origins: tuple[str, ...] = ()
     batches: BatchDoor | None = None
     drain: Drain = field(default_factory=Drain)
+    start_soon: Callable[[], None] = lambda: None  # what the first requests would wait for
     started: int = field(default_factory=lambda: int(time.time()))
 
     async def render_metrics(self) -> bytes:
@@ -71,16 +74,20 @@ def front_of(config: Config, path: Path, engine: Engine, replica: str, keys: Ite
     """
     spec = ModelSpec.load(path)
     name = served_name(config.model)
+    tokenizer = Tokenizer.load(path)
     served = ServedModel(
         name=name,
-        tokenizer=Tokenizer.load(path),
+        tokenizer=tokenizer,
+        chat_format=ChatFormat.of(tokenizer, config.model),
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len(spec, config.model.max_model_len),
         eos_token_ids=spec.eos_token_ids,
         report=config.server.per_request_speculation_metrics,
     )
+    compiler = GrammarCompiler(path, spec.vocab_size, spec.eos_token_ids)
     return Front(
-        source=engine,
+        source=GrammarCheck(engine, compiler),
+        start_soon=compiler.start_soon,
         check_health=engine.check_health,
         served=served,
         metrics=Metrics(

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from .tools import MAX_CALLS, ToolCall, ToolChoiceField, ToolsField, check_tools
+
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_MESSAGES = 2048
@@ -17,7 +19,6 @@ MAX_MESSAGES = 2048
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -30,12 +31,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
@@ -94,6 +91,8 @@ class SamplingRequest(Strict):
     stop_token_ids: list[int] | None = Field(None, max_length=128)
     ignore_eos: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     priority: int | None = Field(None, ge=-1000, le=1000)  # lower runs first
     speculation: Speculation | None = None
     cache_salt: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")  # who shares cached prefixes
@@ -142,10 +141,40 @@ def _content_text(value: Any) -> str:
 
 
 class ChatMessage(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_content_text)]
     name: str | None = None
-    tool_calls: list[Any] | None = Field(None, max_length=0)
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS)
+    tool_call_id: str | None = Field(None, max_length=256)
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _say_nothing(cls, value: Any) -> Any:
+        """Who calls need not say anything."""
+        if isinstance(value, dict) and value.get("tool_calls") and value.get("content") is None:
+            return {**value, "content": ""}
+        return value
+
+    @model_validator(mode="after")
+    def _agree_message(self) -> "ChatMessage":
+        if self.tool_calls and self.role != "assistant":
+            raise conflict("tool_calls", "are an assistant's")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise conflict("tool_call_id", "is required in a message of role 'tool'")
+        return self
+
+    def as_template(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        shown: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        shown["content"] = self.content
+        if self.reasoning_content:
+            shown["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            shown["tool_calls"] = [call.as_template() for call in self.tool_calls]
+        if self.role == "tool":
+            shown["tool_call_id"] = self.tool_call_id
+        return shown
 
 
 class ChatRequest(SamplingRequest):
@@ -155,6 +184,10 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: ToolsField = None
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
 
     @model_validator(mode="after")
     def _agree_chat(self) -> "ChatRequest":
@@ -162,6 +195,12 @@ class ChatRequest(SamplingRequest):
             raise conflict("max_completion_tokens", "and max_tokens mean the same; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise conflict("top_logprobs", "is only allowed with logprobs: true")
+        check_tools(self.tools, self.tool_choice)
+        called: set[str] = set()
+        for message in self.messages:
+            called |= {call.id for call in message.tool_calls or []}
+            if message.role == "tool" and message.tool_call_id not in called:
+                raise conflict("messages", "answer a tool call that no message before made")
         return self
 
 

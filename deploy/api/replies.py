@@ -10,6 +10,7 @@ import msgspec
 
 from ...cluster.errors import RequestError
 from ...cluster.messages import TokenLogprobs
+from .answer import CallDelta
 from .text import Tokenizer
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
@@ -21,7 +22,7 @@ class Piece:
     """What one step gave one choice, as its client may see it."""
 
     index: int
-    text: str
+    text: str  # words
     num_tokens: int  # counted in usage
     tokens: list[tuple[int, TokenLogprobs]]  # only when log-probabilities were asked for
     finish_reason: str | None = None
@@ -30,6 +31,8 @@ class Piece:
     num_accepted: int = 0  # of these, how many stood
     texts: list[str] | None = None  # `text` token by token, for a stream that tells its steps
     stop_string: str | None = None  # that ended the text
+    reasoning: str = ""  # thoughts
+    calls: list[CallDelta] = field(default_factory=list)  # of tools
 
 
 @dataclass(slots=True)
@@ -40,9 +43,17 @@ class Gathered:
     tokens: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_string: str | None = None
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)  # each whole
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
+        self.reasoning += piece.reasoning
+        for part in piece.calls:
+            if part.name is not None:
+                self.calls.append(CallDelta(part.index, part.arguments, part.call_id, part.name))
+            else:
+                self.calls[part.index].arguments += part.arguments
         self.tokens += piece.tokens
         self.finish_reason = piece.finish_reason
         self.stop_string = piece.stop_string
@@ -105,9 +116,9 @@ class ChatStyle:
 
     def chunk(self, piece: Piece) -> bytes:
         out = b""
-        if piece.tokens:
-            delta = {"content": piece.text}
-            logprobs = self._logprobs(piece.tokens)
+        if piece.tokens or piece.calls or piece.reasoning:
+            delta = _delta(piece)
+            logprobs = self._logprobs(piece.tokens) if piece.tokens else None
             out = self._chunks.choice(
                 {"index": piece.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
             )
@@ -129,7 +140,7 @@ class ChatStyle:
         shown = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": _message(choice),
                 "logprobs": self._logprobs(choice.tokens) if self._heading.has_logprobs else None,
                 "finish_reason": choice.finish_reason,
             }
@@ -147,6 +158,41 @@ class ChatStyle:
             for token_id, at in tokens
         ]
         return {"content": content, "refusal": None}
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    """What a piece adds to an assistant's message; words, unless it has something else."""
+    delta: dict[str, Any] = {}
+    if piece.reasoning:
+        delta["reasoning_content"] = piece.reasoning
+    if piece.text or not (piece.reasoning or piece.calls):
+        delta["content"] = piece.text
+    if piece.calls:
+        delta["tool_calls"] = [
+            {"index": part.index, "function": {"arguments": part.arguments}}
+            if part.name is None
+            else {"index": part.index, **_call(part)}
+            for part in piece.calls
+        ]
+    return delta
+
+
+def _message(choice: Gathered) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [_call(call) for call in choice.calls]
+    return message
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    return {
+        "id": call.call_id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 class CompletionStyle:

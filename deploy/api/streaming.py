@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from ...cluster.errors import EngineError, PacelineError
 from ...cluster.messages import Output, SamplingParams
 from ..metrics import RequestTimer
+from .answer import Said
 from .replies import Piece
 from .text import Detokenizer, StopMatcher, Tokenizer
 from .validate import Choice
@@ -97,7 +98,9 @@ class _ChoiceText:
         self._has_steps = choice.has_steps
         self._by_token = bool(choice.stops) or choice.has_steps
         self._matcher = StopMatcher(choice.stops)
-        self._detokenizer = Detokenizer(tokenizer)
+        self._reader = choice.make_reader() if choice.make_reader is not None else None
+        self._detokenizer = Detokenizer(tokenizer, has_markers=self._reader is not None)
+        self._has_called = False
 
     def take(self, output: Output) -> Piece:
         ids = output.token_ids
@@ -112,9 +115,16 @@ class _ChoiceText:
         if self._matcher.is_matched:
             reason, num_tokens = "stop", num_taken
         tokens = list(zip(shown, output.logprobs, strict=False))[:num_taken] if output.logprobs else []
+        text = "".join(texts)
+        said = Said(content=text) if self._reader is None else self._read(text, is_last=reason is not None)
+        self._has_called = self._has_called or bool(said.calls)
+        if reason == "stop" and self._has_called:
+            reason = "tool_calls"
         return Piece(
             index=self._index,
-            text="".join(texts),
+            text=said.content,
+            reasoning=said.reasoning,
+            calls=said.calls,
             num_tokens=num_tokens,
             tokens=tokens,
             finish_reason=reason,
@@ -125,6 +135,13 @@ class _ChoiceText:
             texts=texts if self._has_steps else None,
             stop_string=self._matcher.matched,
         )
+
+    def _read(self, text: str, *, is_last: bool) -> Said:
+        assert self._reader is not None
+        said = self._reader.push(text)
+        if is_last:
+            said.add(self._reader.finish())
+        return said
 
     def _take_by_token(self, ids: Sequence[int]) -> list[str]:
         """What each of these tokens adds to the text, up to the one that completes a stop string."""

@@ -6,16 +6,19 @@ say: its name, its vocabulary, its length.
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
 
 from ...cluster.config import ReportLevel
 from ...cluster.errors import RequestError
-from ...cluster.messages import SamplingParams
+from ...cluster.messages import Grammar, SamplingParams
+from .answer import MakeReader
 from .bodies import parse_request
+from .conversation import ONLY_WORDS, ChatFormat, Conversation, prepare_conversation, render_messages
 from .openai_protocol import ChatMessage, ChatRequest, CompletionRequest, SamplingRequest
+from .structured import response_grammar, structured_grammar
 from .text import Tokenizer
 
 
@@ -28,6 +31,7 @@ class ServedModel:
     vocab_size: int  # of the model's head; the tokenizer may know fewer
     max_model_len: int  # prompt and output together
     eos_token_ids: tuple[int, ...]
+    chat_format: ChatFormat = ONLY_WORDS
     report: ReportLevel = "none"  # what an answer tells of its drafts unless its request says otherwise
 
 
@@ -44,6 +48,7 @@ class Choice:
     max_draft_tokens: int | None
     has_steps: bool = False  # its stream tells the text of every token and which of them were drafted
     echoed: str = ""  # text that goes before the output
+    make_reader: MakeReader | None = None  # tells words, thoughts and calls apart; None: all is words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,27 +70,31 @@ def prepare_chat(body: bytes, served: ServedModel) -> Job:
 
 def chat_prompt(request: ChatRequest, served: ServedModel) -> list[int]:
     """The tokens that the model answers to. Raises RequestError."""
-    check_model(request.model, served)
-    return chat_messages(request.messages, served)
+    return _conversation(request, served).prompt_ids
 
 
 def chat_messages(messages: Sequence[ChatMessage], served: ServedModel) -> list[int]:
     """The tokens of a conversation, ready for the assistant's turn. Raises RequestError."""
     check_chars(sum(len(message.content) for message in messages), served, "messages")
-    return served.tokenizer.render_chat(
-        [
-            {"role": "system" if message.role == "developer" else message.role, "content": message.content}
-            for message in messages
-        ]
-    )
+    return render_messages(messages, served.tokenizer)
+
+
+def _conversation(request: ChatRequest, served: ServedModel) -> Conversation:
+    check_model(request.model, served)
+    check_chars(sum(len(message.content) for message in request.messages), served, "messages")
+    return prepare_conversation(request, served.tokenizer, served.chat_format, _grammar(request))
 
 
 def chat_job(request: ChatRequest, served: ServedModel) -> Job:
     """The choices of a chat completion; other endpoints turn their requests into one. Raises RequestError."""
-    prompt_ids = chat_prompt(request, served)
+    chat = _conversation(request, served)
+    prompt_ids = chat.prompt_ids
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = request.max_completion_tokens or request.max_tokens
-    choices = _choices(request, served, [(prompt_ids, "")], "messages", max_tokens, num_logprobs)
+    choices = _choices(
+        request, served, [(prompt_ids, "")], "messages", max_tokens, num_logprobs, chat.grammar
+    )
+    choices = [replace(choice, make_reader=chat.make_reader) for choice in choices]
     return _job(request, served, choices, len(prompt_ids))
 
 
@@ -102,7 +111,9 @@ def prepare_completion(body: bytes, served: ServedModel) -> Job:
             check_token_ids(prompt, served, "prompt")
             ids, text = prompt, served.tokenizer.decode(prompt)
         prompts.append((ids, text if request.echo else ""))
-    choices = _choices(request, served, prompts, "prompt", request.max_tokens, request.logprobs)
+    choices = _choices(
+        request, served, prompts, "prompt", request.max_tokens, request.logprobs, _grammar(request)
+    )
     return _job(request, served, choices, sum(len(ids) for ids, _ in prompts))
 
 
@@ -144,8 +155,11 @@ def _choices(
     param: str,
     max_tokens: int | None,
     num_logprobs: int | None,
+    grammar: Grammar | None,
 ) -> list[Choice]:
     base = _sampling_params(request, served, num_logprobs)
+    if grammar is not None:
+        base = _constrained(request, base, served, grammar)
     seed = secrets.randbits(64) if request.seed is None else request.seed % 2**64
     num_per_prompt = request.n or 1
     choices: list[Choice] = []
@@ -174,6 +188,39 @@ def _choices(
                 )
             )
     return choices
+
+
+def _grammar(request: SamplingRequest) -> Grammar | None:
+    """What the request says of its output's form; one way of saying it is enough."""
+    grammar, structured = (
+        response_grammar(request.response_format),
+        structured_grammar(request.structured_outputs),
+    )
+    if grammar is not None and structured is not None:
+        raise RequestError(
+            "'structured_outputs' and 'response_format' both say what the output must be; give one of them",
+            code="conflicting_parameters",
+            param="structured_outputs",
+        )
+    return grammar or structured
+
+
+def _constrained(
+    request: SamplingRequest, params: SamplingParams, served: ServedModel, grammar: Grammar
+) -> SamplingParams:
+    """With a grammar, whose end is an end-of-sequence token even for a request that ignores those."""
+    for name in ("min_tokens", "bad_words", "allowed_token_ids"):
+        if getattr(request, name):
+            raise RequestError(
+                f"'{name}' cannot be combined with a grammar: together they may leave no token",
+                code="conflicting_parameters",
+                param=name,
+            )
+    stop_token_ids = [
+        *params.stop_token_ids,
+        *(i for i in served.eos_token_ids if i not in params.stop_token_ids),
+    ]
+    return msgspec.structs.replace(params, grammar=grammar, stop_token_ids=stop_token_ids)
 
 
 def _max_draft_tokens(request: SamplingRequest) -> int | None:

@@ -31,6 +31,20 @@ def with_content(content: Any) -> dict[str, Any]:
 
 OMIT = object()
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+SCHEMA = "response_format.json_schema.schema"
+
+
+def schema(schema: Any, **more: Any) -> dict[str, Any]:
+    wrapper = {"name": "it", "schema": schema, **more}
+    return {"response_format": {"type": "json_schema", "json_schema": wrapper}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"items": nested(depth - 1)} if depth else {}
+
+
 # path, changes to a good request, code, param
 FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"model": OMIT}, "missing_required_parameter", "model"),
@@ -55,7 +69,12 @@ FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
      "unsupported_content_type", "messages[0].content"),
     (CHAT, {"messages": [USER] * 2049}, "array_above_max_length", "messages"),
     (CHAT, {"messages": [USER, {"role": "system", "content": "late"}]}, "invalid_messages", "messages"),
-    (CHAT, {"messages": [{**USER, "tool_calls": [{}]}]}, "array_above_max_length", "messages[0].tool_calls"),
+    (CHAT, {"messages": [{**USER, "tool_calls": [{}]}]}, "missing_required_parameter",
+     "messages[0].tool_calls[0].id"),
+    (CHAT, {"messages": [{**USER, "tool_calls": [CALL]}]}, "conflicting_parameters", "messages[0]"),
+    (CHAT, {"messages": [USER, {"role": "tool", "content": "x"}]}, "conflicting_parameters", "messages[1]"),
+    (CHAT, {"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": "lost"}]},
+     "conflicting_parameters", "messages"),
     (TEXT, {"prompt": OMIT}, "missing_required_parameter", "prompt"),
     (TEXT, {"prompt": None}, "invalid_type", "prompt"),
     (TEXT, {"prompt": 5}, "invalid_type", "prompt"),
@@ -134,9 +153,34 @@ FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"stream": True, "stream_options": 5}, "invalid_type", "stream_options"),
     (CHAT, {"stream": True, "stream_options": {"include_usage": 1}}, "invalid_type",
      "stream_options.include_usage"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
-    (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "unsupported_parameter", "tools"),
-    (CHAT, {"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
+    (CHAT, {"response_format": 5}, "invalid_type", "response_format"),
+    (CHAT, {"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "invalid_value", "response_format"),
+    (CHAT, schema(5), "invalid_json_schema", SCHEMA),
+    (CHAT, schema({"$ref": "http://x/y"}), "invalid_json_schema", SCHEMA),
+    (CHAT, schema(nested(70)), "grammar_too_complex", SCHEMA),
+    (CHAT, schema({"properties": {f"p{i}": {} for i in range(6000)}}), "grammar_too_complex", SCHEMA),
+    (CHAT, schema({"not": {}}, strict=True), "invalid_value", SCHEMA),
+    (TEXT, {"structured_outputs": {}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {"choice": []}}, "invalid_value", "structured_outputs.choice"),
+    (TEXT, {"structured_outputs": {"regex": "a" * 5000}}, "grammar_too_complex", "structured_outputs.regex"),
+    (TEXT, {"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "conflicting_parameters", "min_tokens"),
+    (TEXT, {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+     "conflicting_parameters", "structured_outputs"),
+    (CHAT, {"tools": [TOOL]}, "unsupported_parameter", "tools"),
+    (CHAT, {"tools": {}}, "invalid_type", "tools"),
+    (CHAT, {"tools": [{"type": "function", "function": {}}]}, "missing_required_parameter",
+     "tools[0].function.name"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "invalid_value",
+     "tools[0].function.name"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "unsupported_parameter", "tools"),
+    (CHAT, {"tools": [TOOL, TOOL]}, "conflicting_parameters", "tools"),
+    (CHAT, {"tools": [TOOL] * 129}, "array_above_max_length", "tools"),
+    (CHAT, {"tool_choice": "required"}, "conflicting_parameters", "tool_choice"),
+    (CHAT, {"tool_choice": "always"}, "invalid_value", "tool_choice"),
+    (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+     "conflicting_parameters", "tool_choice"),
     (CHAT, {"chat_template": "{{ 1 }}"}, "unsupported_parameter", "chat_template"),
     (CHAT, {"chat_template_kwargs": {"tokenize": False}}, "unsupported_parameter", "chat_template_kwargs"),
     (CHAT, {"modalities": ["audio"]}, "unsupported_parameter", "modalities"),

@@ -47,6 +47,18 @@ LONG = (
     "counted among the seven wonders of the world. Today most lighthouses are automatic, and their keepers"
 )
 
+PERSON = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "person",
+        "schema": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+            "required": ["name", "age"],
+        },
+    },
+}
+
 CASES: dict[str, dict[str, Any]] = {
     "greedy paris": {"prompt": PARIS, "temperature": 0, "max_tokens": 32},
     "greedy count": {"prompt": COUNT, "temperature": 0, "max_tokens": 33},
@@ -126,6 +138,39 @@ CASES: dict[str, dict[str, Any]] = {
         "stop": "\n",
         "logprobs": 0,
         "max_tokens": 20,
+    },
+    "json schema": {"prompt": STORY, "temperature": 0, "response_format": PERSON, "max_tokens": 40},
+    "json schema hot": {
+        "prompt": PARIS,
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "seed": 17,
+        "n": 2,
+        "logprobs": 2,
+        "response_format": PERSON,
+        "max_tokens": 32,
+    },
+    "json object": {
+        "prompt": LIST,
+        "temperature": 0.7,
+        "seed": 18,
+        "response_format": {"type": "json_object"},
+        "stop": ["}"],
+        "max_tokens": 28,
+    },
+    "regex": {
+        "prompt": COUNT,
+        "temperature": 0,
+        "structured_outputs": {"regex": "([0-9]{2}, ){3}ok"},
+        "max_tokens": 24,
+    },
+    "choice": {
+        "prompt": PARIS,
+        "temperature": 1.0,
+        "seed": 19,
+        "structured_outputs": {"choice": ["Lyon", "Paris, of course"]},
+        "ignore_eos": True,
+        "max_tokens": 16,
     },
     "two prompts": {"prompt": [LONG, PARIS], "temperature": 0.7, "seed": 16, "max_tokens": 16},
 }
@@ -273,7 +318,9 @@ class Real:
         ended_early = {
             name: _endless(choice)
             for name, choice in self.choices.items()
-            if self.expected[name].reason == "stop" and not choice.params.min_tokens
+            if self.expected[name].reason == "stop"
+            and not choice.params.min_tokens
+            and choice.params.grammar is None  # its end is a stop token
         }
         endless, _ = await self.run(ended_early)
         for name, choice in self.choices.items():

@@ -9,6 +9,7 @@ from drive import Driver, make_config, start_group
 from tiny import VOCAB_SIZE, make_checkpoint
 
 from paceline.cluster.messages import Admit, Chunk, SamplingParams
+from paceline.kernels.grammar import Grammars
 from paceline.workers.collectives import Solo
 from paceline.workers.layers import Partition
 from paceline.workers.runner import Runner
@@ -107,7 +108,7 @@ def test_no_alternatives_still_gives_the_chosen_logprob(driver: Driver) -> None:
 def test_non_finite_rows_are_flagged_and_harm_no_other(path: Path, bad: float, temperature: float) -> None:
     spec = ModelSpec.load(path)
     sampler = Sampler(Partition(spec, 0, 1), Solo())
-    sequences = Sequences(64, 16)
+    sequences = Sequences(64, 16, Grammars(path, spec.vocab_size, spec.eos_token_ids))
     chunks = [Chunk(0, 0, 2, [], [0], 2), Chunk(1, 0, 3, [], [1], 1), Chunk(2, 0, 1, [], [2], 0)]
     deciders = []
     for chunk in chunks:

@@ -5,7 +5,8 @@ A plan is made in this order, and only between steps, when no rank may touch a p
     room      preempt until every decode, and the oldest sequence whatever it does, can have its next row
     decode    one row for each sequence whose only pending token is its last, then rows for its drafts
     prefill   what is left of the budget, as far as the pace of the decodes and the free pages allow
-    admit     whoever's turn it is, while there are rows, places and pages for all of its tokens
+    admit     whoever's turn it is, while there are rows, places and pages for all of its tokens, unless
+              another is reading the same prefix right now
 
 Drafts never take a row or a page that something certain needs: nobody is preempted for them, and while a
 prompt waits to be read they get no more than half of the rows that the decodes leave.
@@ -153,22 +154,33 @@ class Planner:
         self.num_preemptions += 1
 
     def _admit(self, admits: list[Admit], chunks: list[Chunk], budget: int, now: float) -> None:
-        """Let in whoever's turn it is; nobody overtakes one that does not fit yet."""
+        """Let in whoever's turn it is; nobody overtakes one that does not fit yet.
+
+        Who needs a page that is being read for another waits until it is read: the choices of one request
+        come together, and their prompt is read once.
+        """
         limits = self._limits
-        while budget > 0 and len(self.running) < limits.max_num_seqs:
+        being_read = {key for r in self.running.values() if r.num_pending > 1 for key in self._unread(r)}
+        held: list[Request] = []
+        while budget > 0 and len(self.running) + len(held) < limits.max_num_seqs:
             request = self._queue.best(now)
             if request is None:
-                return
+                break
             # A page for each running sequence: without it a victim would return in the very plan that it made
             # way for, and a newcomer would be preempted within a few steps.
             headroom = len(self.running)
             keys = self._cacheable(request)
             cached = self._pool.find(keys)
+            if len(cached) < len(keys) and keys[len(cached)] in being_read:
+                self._queue.remove(request)
+                held.append(request)
+                continue
             num_new = limits.pages_for(len(request.tokens)) - len(cached)
             if num_new + self._pool.num_cached(cached) + headroom > self._pool.num_free:
-                return
+                break
             self._queue.remove(request)
             self._start(request, cached, now)
+            being_read.update(self._unread(request))
             self._drafting.assign(request, keys[: len(cached)])
             admits.append(
                 Admit(request.sequence_id, list(request.tokens), request.prompt_len, request.params)
@@ -178,6 +190,14 @@ class Planner:
             chunk.new_pages[:0] = cached
             chunks.append(chunk)
             budget -= num_rows
+        for request in held:
+            self._queue.add(request)
+
+    def _unread(self, request: Request) -> list[bytes]:
+        """Keys of the full pages that will be known once a running request's prompt is read."""
+        if not self._limits.prefix_cache:
+            return []
+        return request.keys.upto(request.tokens, len(request.tokens))[request.num_published :]
 
     def _cacheable(self, request: Request) -> list[bytes]:
         """Keys of the pages worth looking up: at least one token must be left to decide with."""

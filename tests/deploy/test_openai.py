@@ -450,3 +450,70 @@ def test_answers_are_what_openai_s_schemas_say(schemas: dict[str, Any], url: str
     valid(schemas, "Model", http.get(f"/models/{MODEL}").json())
     valid(schemas, "ErrorResponse", http.post("/completions", json={}).json())
     http.close()
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_a_schema_is_kept(client: openai.OpenAI, schemas: dict[str, Any]) -> None:
+    """Sampled and hot, so that without a mask it would not be."""
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "weather", "strict": True, "schema": WEATHER["function"]["parameters"]},
+    }
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, response_format=form, temperature=1.5, seed=3, n=2, max_tokens=80
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content or ""), WEATHER["function"]["parameters"])
+    valid(schemas, "CreateChatCompletionResponse", json.loads(answer.model_dump_json(exclude_unset=True)))
+
+
+def test_a_required_tool_is_called(client: openai.OpenAI, schemas: dict[str, Any]) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Is it raining in Paris?"}]
+    asked: Any = {"model": MODEL, "messages": messages, "tools": [WEATHER], "tool_choice": "required"}
+    asked |= {"parallel_tool_calls": False, "temperature": 0, "max_tokens": 80}
+    answer = client.chat.completions.create(**asked)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER["function"]["parameters"])
+    valid(schemas, "CreateChatCompletionResponse", json.loads(answer.model_dump_json(exclude_unset=True)))
+
+    with client.chat.completions.stream(**asked) as stream:
+        events = [event.type for event in stream]
+        streamed = stream.get_final_completion().choices[0]
+    assert events.count("tool_calls.function.arguments.delta") > 3
+    assert streamed.message.tool_calls is not None
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "It is raining."}]
+    closing = client.chat.completions.create(**{**asked, "tool_choice": "none"})
+    assert closing.choices[0].message.content
+    assert closing.usage is not None
+    assert answer.usage is not None
+    assert closing.usage.prompt_tokens != answer.usage.prompt_tokens
+
+
+def test_a_grammar_that_is_none_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(
+            model=MODEL, prompt="1", extra_body={"structured_outputs": {"regex": "[a-z"}}
+        )
+    assert refused.value.code == "invalid_grammar"

@@ -2,7 +2,7 @@
 
 from fake_ranks import FakeRanks
 
-from paceline.cluster.messages import Chunk, Decision, SamplingParams, StepPlan, Submit, TokenLogprobs
+from paceline.cluster.messages import Admit, Chunk, Decision, SamplingParams, StepPlan, Submit, TokenLogprobs
 from paceline.scheduler.events import Command
 from paceline.scheduler.limits import Limits
 from paceline.scheduler.request import Request
@@ -13,7 +13,14 @@ from paceline.scheduler.state import Scheduler
 class Engine:
     """A scheduler with fake ranks, stepped by hand."""
 
-    def __init__(self, num_pages: int, *, max_num_seqs: int = 4, max_num_batched_tokens: int = 64) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        *,
+        max_num_seqs: int = 4,
+        max_num_batched_tokens: int = 64,
+        prefix_cache: bool = False,
+    ) -> None:
         limits = Limits(
             num_pages=num_pages,
             page_size=4,
@@ -22,7 +29,7 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_queued_requests=8,
             aging_s=30.0,
-            prefix_cache=False,
+            prefix_cache=prefix_cache,
         )
         self.scheduler = Scheduler(limits, check=True)
         self.ranks = FakeRanks(num_pages, 4)
@@ -54,6 +61,24 @@ class Engine:
     def _keep_plan(self, commands: list[Command]) -> None:
         if commands and isinstance(commands[0], StepPlan):
             self.plan = commands[0]
+
+
+def test_a_prompt_that_comes_twice_is_read_once() -> None:
+    """The choices of one request are submitted together; a different prompt is not held up by them."""
+    engine = Engine(40, prefix_cache=True, max_num_seqs=6, max_num_batched_tokens=20)
+    engine.submit("busy", 2)
+    for request_id in ("first", "second", "third"):
+        engine.submit(request_id, 13)
+    engine.submit("other", 3)
+    plans = [engine.step(), engine.step(), engine.step()]
+    admitted = [[(len(a.token_ids), c.num_rows) for a, c in _admitted(plan)] for plan in plans]
+    assert admitted == [[(13, 13), (3, 3)], [(13, 1), (13, 1)], []]
+    assert engine.scheduler.stats().num_prefix_hits == 24
+
+
+def _admitted(plan: StepPlan) -> list[tuple[Admit, Chunk]]:
+    chunks = {chunk.sequence_id: chunk for chunk in plan.chunks}
+    return [(admit, chunks[admit.sequence_id]) for admit in plan.admit]
 
 
 def test_the_least_computed_gives_way() -> None:

@@ -34,11 +34,15 @@ class Said:
         self.reasoning += other.reasoning
         self.content += other.content
         for call in other.calls:
-            last = self.calls[-1] if self.calls else None
-            if call.name is None and last is not None and last.index == call.index:
-                last.arguments += call.arguments
-            else:
-                self.calls.append(call)
+            self.add_call(call)
+
+    def add_call(self, call: CallDelta) -> None:
+        """One delta per call, however many pieces it came in."""
+        last = self.calls[-1] if self.calls else None
+        if call.name is None and last is not None and last.index == call.index:
+            last.arguments += call.arguments
+        else:
+            self.calls.append(call)
 
 
 class AnswerReader(Protocol):

@@ -96,7 +96,7 @@ class JsonCall:
             status = self._end_value(said)
             return status if status != "more" else self.take_again(character, said)
         if self._is_sent:
-            said.calls.append(CallDelta(self._index, character))
+            said.add_call(CallDelta(self._index, character))
         else:
             self._text += character
         if self._is_string:
@@ -132,7 +132,7 @@ class JsonCall:
                 self._arguments = _loaded(self._text, "" if self._text.startswith('"') else "{}")
         if not self.has_begun and self._name is not None and self._arguments is not None:
             self._begin(said)
-            said.calls.append(CallDelta(self._index, self._arguments))
+            said.add_call(CallDelta(self._index, self._arguments))
         return "done" if self._ends_with_value else "more"
 
     def _end(self, said: Said) -> Status:
@@ -140,13 +140,13 @@ class JsonCall:
             return self._unfit()
         if not self.has_begun:  # a function without arguments
             self._begin(said)
-            said.calls.append(CallDelta(self._index, "{}"))
+            said.add_call(CallDelta(self._index, "{}"))
         return "done"
 
     def _begin(self, said: Said) -> None:
         assert self._name is not None
         self.has_begun = True
-        said.calls.append(CallDelta(self._index, "", self._make_id(), self._name))
+        said.add_call(CallDelta(self._index, "", self._make_id(), self._name))
 
     def _unfit(self) -> Status:
         return "broken" if self.has_begun else "refused"

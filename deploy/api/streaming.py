@@ -78,7 +78,7 @@ async def stream_choice(
                 yield piece
         if last is None:
             raise EngineError("the engine ended this request without a reason")
-        timer.finish(last.finish_reason or "")
+        timer.finish("stop" if last.finish_reason == "tool_calls" else last.finish_reason or "")
         yield last
     except PacelineError:
         timer.finish("error")

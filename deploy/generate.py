@@ -141,7 +141,7 @@ def _encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     if prompt.prompt is not None:
         return tokenizer.encode(prompt.prompt)
     assert prompt.messages is not None
-    return tokenizer.render_chat([msgspec.structs.asdict(message) for message in prompt.messages]).token_ids
+    return tokenizer.render_chat([msgspec.structs.asdict(message) for message in prompt.messages])
 
 
 def _request(index: int, ids: list[int], params: SamplingParams, spec: ModelSpec, longest: int) -> Submit:

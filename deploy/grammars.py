@@ -15,12 +15,12 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from ..cluster.errors import RequestError
 from ..cluster.messages import Grammar, Output, SamplingParams
+from .api.streaming import TokenSource
 from .grammar_worker import COMPILE_CPU_S, Compiled, read_frame, write_frame
 
 MAX_COMPILED_BYTES = 32 << 20
@@ -32,23 +32,10 @@ _ANSWER_S = 10 * COMPILE_CPU_S  # by the wall clock: the machine may be busy
 _NOISE = re.compile(r"^\[[0-9:]+\] \S+:\d+: ")  # time and place in the library's source
 
 
-class _TokenSource(Protocol):
-    def stream(
-        self,
-        request_id: str,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        priority: int = 0,
-        *,
-        cache_salt: str = "",
-        max_draft_tokens: int | None = None,
-    ) -> AsyncGenerator[Output, None]: ...
-
-
 class GrammarCheck:
     """A source of tokens that refuses what cannot be compiled before it asks the engine."""
 
-    def __init__(self, engine: _TokenSource, compiler: "GrammarCompiler") -> None:
+    def __init__(self, engine: TokenSource, compiler: "GrammarCompiler") -> None:
         self._engine = engine
         self._compiler = compiler
 
@@ -61,6 +48,7 @@ class GrammarCheck:
         *,
         cache_salt: str = "",
         max_draft_tokens: int | None = None,
+        is_traced: bool = False,
     ) -> AsyncGenerator[Output, None]:
         """As the engine's; RequestError also for a grammar that is wrong or takes too much."""
         if params.grammar is not None:
@@ -72,6 +60,7 @@ class GrammarCheck:
             priority,
             cache_salt=cache_salt,
             max_draft_tokens=max_draft_tokens,
+            is_traced=is_traced,
         )
         async with aclosing(outputs):
             async for output in outputs:

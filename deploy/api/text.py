@@ -83,7 +83,11 @@ class Tokenizer:
         """Tokens of a piece of text: nothing is added and special-token text is text."""
         return self._plain.encode(text, add_special_tokens=False).ids
 
-    def render_chat(
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of `render`, where there is nothing but messages."""
+        return self.render(messages).token_ids
+
+    def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,

@@ -1,6 +1,7 @@
 """From gRPC messages to the bodies the validator reads: one set of bounds and errors for every door."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from ...cluster.errors import RequestError
@@ -31,7 +32,9 @@ def prepare(request: pb.GenerateRequest, served: ServedModel, *, is_stream: bool
             body["messages"] = [{"role": m.role, "content": m.content} for m in request.chat.messages]
             if "logprobs" in body:
                 body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
-            return prepare_chat(_encoded(body), served)
+            job = prepare_chat(_encoded(body), served)
+            # A chunk has one field for text: thoughts and calls are in it as the model wrote them.
+            return replace(job, choices=[replace(choice, make_reader=None) for choice in job.choices])
         case "prompt_ids":
             body["prompt"] = list(request.prompt_ids.token_ids)
         case "prompt":

@@ -51,7 +51,7 @@ def serve(
     from rich.console import Console
 
     from ...cluster.model_source import resolve_model
-    from .client import Asked
+    from .client import Asked, BenchError
     from .load import Load
     from .measure import Objective
     from .plot import draw_serve, require_matplotlib
@@ -76,7 +76,11 @@ def serve(
         num_queries = warm_up + rounds * len(run.loads) * num_requests
         file = resolve_model(tokenizer) / "tokenizer.json"
         queries = make_queries(file, num_queries, prompt_len, shared_len=shared_len, num_shared=num_shared)
-    report = run_serve(run, queries, Console(), json_file)
+    try:
+        report = run_serve(run, queries, Console(), json_file)
+    except BenchError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
     if png is not None:
         draw_serve(report, png)
 

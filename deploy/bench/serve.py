@@ -149,20 +149,24 @@ def _slice(queries: Sequence[Query], start: int, count: int) -> list[Query]:
 
 
 def table_of(report: ServeReport) -> Table:
-    """The rows for a terminal; milliseconds, medians and 99th percentiles."""
+    """The rows for a terminal; milliseconds, medians / 99th percentiles."""
     has_objective = report.run.objective != Objective()
-    headers = ["load", "server", "tok/s", "TTFT p50", "p99", "ITL p50", "p99", "TPOT", "e2e p50", "p99"]
+    headers = ["load", "server", "tok/s", "TTFT", "ITL", "TPOT", "e2e"]
     headers += ["good/s"] if has_objective else []
     headers += ["tok/block", "vs first"]
     table = Table(box=None, pad_edge=False)
     for header in headers:
-        table.add_column(header, justify="left" if header == "server" else "right")
+        table.add_column(header, justify="left" if header == "server" else "right", no_wrap=True)
     for row in report.rows():
-        times_s = (row.ttft_p50_s, row.ttft_p99_s, row.gap_p50_s, row.gap_p99_s, row.tpot_p50_s)
-        times_s = (*times_s, row.e2e_p50_s, row.e2e_p99_s)
-        cells = [row.load, row.url, f"{row.tokens_per_s:.1f}", *(f"{1e3 * s:.1f}" for s in times_s)]
+        cells = [row.load, row.url.partition("//")[2] or row.url, f"{row.tokens_per_s:.1f}"]
+        cells += [_both_ms(row.ttft_p50_s, row.ttft_p99_s), _both_ms(row.gap_p50_s, row.gap_p99_s)]
+        cells += [f"{1e3 * row.tpot_p50_s:.1f}", _both_ms(row.e2e_p50_s, row.e2e_p99_s)]
         cells += [f"{row.goodput_per_s:.2f}"] if has_objective else []
         cells += ["" if row.tokens_per_block is None else f"{row.tokens_per_block:.2f}"]
         cells += ["" if row.over_first is None else f"{row.over_first:.3f}"]
         table.add_row(*cells)
     return table
+
+
+def _both_ms(median_s: float, p99_s: float) -> str:
+    return f"{1e3 * median_s:.0f}/{1e3 * p99_s:.0f}"

@@ -30,6 +30,7 @@ from ...scheduler.state import Scheduler
 from ...workers.runner import Runner
 from ..drafter_source import choose_drafter
 
+PARTS = ("target", "commit", "draft", "decide", "messages")
 _WARM_UP_TOKENS = 8
 
 
@@ -61,7 +62,7 @@ class _Sums:
 
     def __init__(self) -> None:
         self.num_steps = self.num_rows = self.num_tokens = 0
-        self.seconds = dict.fromkeys(("decide", "messages", "target", "commit", "draft"), 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
 
     def row(self, batch: int, kind: str) -> StepRow:
         per_step = {f"{name}_ms": 1e3 * s / self.num_steps for name, s in self.seconds.items()}
@@ -215,7 +216,7 @@ def measure_steps(
     return rows
 
 
-def profile(work: Callable[[], None], num_operations: int = 15) -> str:
+def profile(work: Callable[[], object], num_operations: int = 15) -> str:
     """The torch operations in which this thread spent most of `work`, as a table."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -229,23 +230,10 @@ def profile(work: Callable[[], None], num_operations: int = 15) -> str:
 def table_of(rows: Sequence[StepRow]) -> Table:
     """The rows for a terminal: means per step, times in milliseconds."""
     table = Table(box=None, pad_edge=False)
-    headers = (
-        "batch",
-        "steps",
-        "n",
-        "rows",
-        "tokens",
-        "ms",
-        "target",
-        "commit",
-        "draft",
-        "decide",
-        "messages",
-    )
-    for header in (*headers, "tok/s"):
-        table.add_column(header, justify="right")
+    for header in ("batch", "steps", "n", "rows", "tokens", "ms", *PARTS, "tok/s"):
+        table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        parts = (row.target_ms, row.commit_ms, row.draft_ms, row.decide_ms, row.messages_ms)
+        parts: list[float] = [getattr(row, f"{part}_ms") for part in PARTS]
         table.add_row(
             str(row.batch),
             row.kind,

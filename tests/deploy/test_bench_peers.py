@@ -1,20 +1,16 @@
 """The benchmark: its arithmetic on known numbers, its client and servers on real sockets."""
 
-import asyncio
-import json
 import os
 import sys
 import time
 import zipfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
-from aiohttp import web
 from rich.console import Console
+from scripted_server import COUNTERS, ScriptedServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.cluster.errors import UserError
@@ -35,17 +31,6 @@ from paceline.deploy.bench.setting import (
     num_requests_at,
 )
 from paceline.deploy.bench.vllm import needed_requirements
-
-COUNTERS = """\
-# TYPE paceline:steps_total counter
-paceline:steps_total{model_name="m"} 200.0
-# TYPE paceline:step_plan_seconds_total counter
-paceline:step_plan_seconds_total{model_name="m"} 0.1
-# TYPE paceline:step_wait_seconds_total counter
-paceline:step_wait_seconds_total{model_name="m"} 8.0
-# TYPE paceline:step_compute_seconds_total counter
-paceline:step_compute_seconds_total{model_name="m"} 7.9
-"""
 
 
 @pytest.fixture
@@ -170,60 +155,6 @@ def test_another_server_has_no_step_counters() -> None:
     assert parse_step_counters("# TYPE up gauge\nup 1.0\n") is None
 
 
-class ScriptedServer:
-    """An OpenAI server on a real socket that says `x` as often as asked, and remembers what it was asked."""
-
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.prompts: list[list[int]] = []
-        self.num_running = 0
-        self.most_running = 0
-        self.fails_at = fails_at
-
-    @asynccontextmanager
-    async def listening(self) -> AsyncIterator[str]:
-        app = web.Application()
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/metrics", self.metrics)
-        app.router.add_post("/v1/completions", self.completions)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        port = free_port()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            await runner.cleanup()
-
-    async def models(self, request: web.Request) -> web.Response:
-        del request
-        return web.json_response({"data": [{"id": "scripted"}]})
-
-    async def metrics(self, request: web.Request) -> web.Response:
-        del request
-        num_steps = len(self.prompts)
-        return web.Response(text=COUNTERS.replace("200.0", str(float(num_steps))))
-
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.prompts.append(body["prompt"])
-        assert body["model"] == "scripted"
-        assert body["temperature"] == 0
-        assert body["ignore_eos"] is True
-        if len(self.prompts) == self.fails_at:
-            return web.json_response({"error": {"message": "no room"}}, status=503)
-        self.num_running += 1
-        self.most_running = max(self.most_running, self.num_running)
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for _ in range(body["max_tokens"]):
-            await response.write(b'data: {"choices":[{"text":"x"}]}\n\n')
-            await asyncio.sleep(0)
-        usage = json.dumps({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}})
-        self.num_running -= 1
-        await response.write(f"data: {usage}\n\ndata: [DONE]\n\n".encode())
-        return response
-
-
 async def test_the_client_keeps_the_asked_number_of_streams_in_flight_and_repeats_no_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -236,6 +167,7 @@ async def test_the_client_keeps_the_asked_number_of_streams_in_flight_and_repeat
     assert [r.num_requests for r in results] == [num_requests_at(1), num_requests_at(3)]
     assert server.most_running == 3
     assert server.prompts == setting.prompts
+    assert all(body["temperature"] == 0 and body["ignore_eos"] for body in server.bodies)
     assert [r.counters.num_steps for r in results if r.counters] == [num_requests_at(1), num_requests_at(3)]
 
 

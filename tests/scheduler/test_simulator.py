@@ -15,8 +15,8 @@ COSTS = Costs(step=((1, 25.0), (8, 27.0), (32, 50.0), (512, 600.0)), draft=((1, 
 TINY = Costs(step=((1, 1.0), (64, 4.0)))
 
 
-def limits(**options: int | float | bool) -> Limits:
-    defaults: dict[str, int | float | bool] = {
+def limits(**options: float | bool | None) -> Limits:
+    defaults: dict[str, float | bool | None] = {
         "num_pages": 2000,
         "page_size": 16,
         "max_model_len": 4096,
@@ -34,7 +34,7 @@ def simulate(
     costs: Costs = COSTS,
     drafter: Drafter | None = None,
     check: bool = False,
-    **options: int | float | bool,
+    **options: float | bool | None,
 ) -> tuple[Simulation, list[Served]]:
     groups = [Group(limits(**options), costs, drafter, seed=i, check=check) for i in range(num_groups)]
     simulation = Simulation(groups)
@@ -167,8 +167,7 @@ def test_prompts_are_read_in_parts_that_keep_the_pace_of_those_who_decode(chance
     drafter = None if chance is None else Drafter(chance=lambda _: chance)
     gaps: dict[float | None, list[float]] = {}
     for target_ms in (None, 120.0):
-        options = {} if target_ms is None else {"itl_target_ms": target_ms}
-        _, served = simulate([*talkers, *readers], drafter=drafter, **options)
+        _, served = simulate([*talkers, *readers], drafter=drafter, itl_target_ms=target_ms)
         assert {s.finish_reason for s in served} == {"length"}
         pairs = (pairwise(s.times_s) for s in served if s.arrival in talkers)
         gaps[target_ms] = sorted(later - earlier for pair in pairs for earlier, later in pair)

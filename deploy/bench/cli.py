@@ -100,12 +100,11 @@ def step(
     """Say where the time of a step goes, in an engine without channel and HTTP."""
     from rich.console import Console
 
-    from ...cluster.model_source import resolve_model
     from .prompts import make_prompts
     from .step import BareEngine, measure_steps, profile, table_of
 
     batches = _batches(config, batch)
-    path = resolve_model(config.model.model, config.model.revision)
+    path = _prepare(config)
     num_prompts = 2 * sum(batches) + 2 * (profile_batch or 0)
     prompts = iter(make_prompts(path / "tokenizer.json", num_prompts, prompt_len))
     engine = BareEngine(config, path)
@@ -158,12 +157,11 @@ def budget(
     """Compare the draft budget with every fixed number of drafts, and with none."""
     from rich.console import Console
 
-    from ...cluster.model_source import resolve_model
     from .budget import measure_budget, table_of
     from .prompts import make_prompts
 
     batches = _batches(config, batch)
-    path = resolve_model(config.model.model, config.model.revision)
+    path = _prepare(config)
     num_prompts = (rounds + 1) * sum(batches)
     rows = measure_budget(
         config,
@@ -194,11 +192,10 @@ def turns(
     """Measure what the prefix cache saves in conversations, with and without the drafter's contexts."""
     from rich.console import Console
 
-    from ...cluster.model_source import resolve_model
     from .prompts import make_prompts
     from .turns import measure_turns, table_of
 
-    path = resolve_model(config.model.model, config.model.revision)
+    path = _prepare(config)
     ids = iter(make_prompts(path / "tokenizer.json", sessions * num_turns, prompt_len))
     words = [[next(ids) for _ in range(sessions)] for _ in range(num_turns)]
     rows = measure_turns(config, path, words, max_tokens)
@@ -287,6 +284,18 @@ def simulate(
         Console().print(table_of(named))
     if png is not None:
         draw_capacity(png, f"{pattern}, {prompt_len} + {output_len} tokens, {costs}", rows)
+
+
+def _prepare(config: Config) -> Path:
+    """Fetch the model and compile the kernels, if need be, where somebody watches."""
+    from ...cluster.model_source import resolve_model
+    from ...kernels.backend import prepare_backend
+    from ..startup import StartupView
+
+    with StartupView() as view:
+        path = resolve_model(config.model.model, config.model.revision, view.phase)
+        prepare_backend(config.engine.device, config.engine.backend, view.phase)
+    return path
 
 
 def _batches(config: Config, batch: list[int] | None) -> list[int]:

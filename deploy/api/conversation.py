@@ -94,12 +94,6 @@ def prepare_conversation(
     )
 
 
-def render_messages(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a conversation without tools. Raises RequestError."""
-    has_tools = tokenizer.chat_template.has_tools
-    return tokenizer.render_chat(_messages(messages, None, has_tools=has_tools))
-
-
 def _make_reader(form: ChatFormat, names: list[str], may_think: bool, is_thinking: bool) -> MakeReader | None:
     tools = form.tools if names else None
     if tools is None and not may_think:

@@ -4,9 +4,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from .bodies import parse_request
-from .openai_protocol import MAX_MESSAGES, ChatMessage, Strict, conflict
-from .validate import ServedModel, chat_messages, check_chars, check_model, check_token_ids
+from .bodies import parse_request, validated
+from .openai_protocol import MAX_MESSAGES, ChatRequest, Strict, conflict
+from .validate import ServedModel, chat_prompt, check_chars, check_model, check_token_ids
 
 MAX_TOKENS = 1 << 20  # of one /detokenize
 
@@ -16,7 +16,9 @@ class TokenizeRequest(Strict):
 
     model: str | None = Field(None, max_length=1024)
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None  # None: True
     return_token_strs: bool | None = None
 
@@ -40,7 +42,8 @@ def tokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
     _check_model(request.model, served)
     tokenizer = served.tokenizer
     if request.messages is not None:
-        ids = chat_messages(request.messages, served)
+        chat = request.model_dump(include={"messages", "tools", "chat_template_kwargs"}, exclude_none=True)
+        ids = chat_prompt(validated(ChatRequest, {**chat, "model": served.name}), served)
     else:
         assert request.prompt is not None
         check_chars(len(request.prompt), served, "prompt")

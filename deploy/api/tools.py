@@ -116,7 +116,7 @@ ToolChoiceField = Annotated[
     BeforeValidator(_choice),
     WithJsonSchema({"anyOf": [_CHOICES, {"type": "object"}, {"type": "null"}]}),
 ]
-ToolsField = Annotated[list[Tool] | None, BeforeValidator(_tool_list), Field(max_length=MAX_TOOLS)]
+ToolsField = Annotated[Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None, BeforeValidator(_tool_list)]
 
 
 def check_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> None:

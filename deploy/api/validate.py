@@ -16,8 +16,8 @@ from ...cluster.errors import RequestError
 from ...cluster.messages import Grammar, SamplingParams
 from .answer import MakeReader
 from .bodies import parse_request
-from .conversation import ONLY_WORDS, ChatFormat, Conversation, prepare_conversation, render_messages
-from .openai_protocol import ChatMessage, ChatRequest, CompletionRequest, SamplingRequest
+from .conversation import ONLY_WORDS, ChatFormat, Conversation, prepare_conversation
+from .openai_protocol import ChatRequest, CompletionRequest, SamplingRequest
 from .structured import response_grammar, structured_grammar
 from .text import Tokenizer
 
@@ -71,12 +71,6 @@ def prepare_chat(body: bytes, served: ServedModel) -> Job:
 def chat_prompt(request: ChatRequest, served: ServedModel) -> list[int]:
     """The tokens that the model answers to. Raises RequestError."""
     return _conversation(request, served).prompt_ids
-
-
-def chat_messages(messages: Sequence[ChatMessage], served: ServedModel) -> list[int]:
-    """The tokens of a conversation, ready for the assistant's turn. Raises RequestError."""
-    check_chars(sum(len(message.content) for message in messages), served, "messages")
-    return render_messages(messages, served.tokenizer)
 
 
 def _conversation(request: ChatRequest, served: ServedModel) -> Conversation:

@@ -305,6 +305,8 @@ def test_unknown_fields_nulls_and_harmless_values_are_accepted(served) -> None:
         "max_tokens": None, "speculation": None, "cache_salt": None,
     }  # fmt: skip
     assert served[0].post(CHAT, json={**good(CHAT), **harmless}).status_code == 200
+    names = ("tools", "tool_choice", "response_format", "structured_outputs", "chat_template_kwargs")
+    assert served[0].post(CHAT, json={**good(CHAT), **dict.fromkeys(names)}).status_code == 200
 
 
 def test_mutations_never_break_the_server(served) -> None:

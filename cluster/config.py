@@ -61,6 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str = "default"  # "default" (the model's own, else n-gram), "none", "ngram", a directory, an id
     num_draft_tokens: int | None = None  # per step and sequence; None: the most the drafter makes
     prompt_lookup: bool = True  # beside a drafter with weights: used where it promises more
+    min_draft_tokens: int = 0  # verified per step and sequence even if the budget would not
     draft_budget: bool = True  # verify drafts only as far as that pays; False: always all there are
     itl_target_ms: float | None = None  # between tokens, kept by reading prompts in smaller parts
     context_cap: int = 16384  # tokens of context per sequence in the drafter; 0: no cap
@@ -227,6 +228,12 @@ def _validate(config: Config) -> None:
         raise ConfigError(
             f"context_cap is {engine.context_cap}; it must be 0 (no cap) or at least a page of "
             f"{engine.page_size} tokens"
+        )
+    most_drafts = math.inf if engine.num_draft_tokens is None else engine.num_draft_tokens
+    if not 0 <= engine.min_draft_tokens <= most_drafts:
+        raise ConfigError(
+            f"min_draft_tokens is {engine.min_draft_tokens}; "
+            "it must be at least 0 and at most num_draft_tokens"
         )
     if not engine.drafter:
         raise ConfigError("drafter is empty; write none to serve without one")

@@ -42,6 +42,7 @@ HELP = {
     "a directory, or a Hugging Face id",
     "num_draft_tokens": "tokens proposed per step and sequence, at most; none given: what the drafter makes",
     "prompt_lookup": "beside a drafter with weights also copy from the text so far where that promises more",
+    "min_draft_tokens": "tokens verified per step and sequence even if the budget says fewer",
     "draft_budget": "propose and verify only as many tokens as make it faster",
     "itl_target_ms": "milliseconds between two tokens that reading prompts should not exceed",
     "context_cap": "tokens of context per sequence in the drafter; 0: no cap",

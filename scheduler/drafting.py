@@ -137,7 +137,13 @@ class Drafting:
             for r, most in zip(decodes, wanted, strict=True)
         ]
         num_asked, self._num_asked = self._num_asked, 0
-        return self.budget.cut(offers, num_asked, num_certain, num_rows)
+        cuts = self.budget.cut(offers, num_asked, num_certain, num_rows)
+        least = self._limits.min_draft_tokens
+        if least == 0:
+            return cuts
+        return share_rows(
+            [max(cut, min(most, least)) for cut, most in zip(cuts, wanted, strict=True)], num_rows
+        )
 
     def settled(self, request: Request, output: Output) -> None:
         """What stood of a block; one that ends its request may be cut off before it is put to the test."""
@@ -229,6 +235,8 @@ class Drafting:
     def _next_phase(self, computed: list[Computed]) -> Phase:
         decoding = [c.request for c in computed if c.is_decoding]
         num_drafting = sum(useful_drafts(request, 1) for request in decoding)
+        if num_drafting > 0 and self._limits.min_draft_tokens > 0:
+            return Phase.PROPOSE
         keeps_context = any(s.ledger is not None and s.ledger.keeps_context for s in self.shards)
         return self.budget.next_phase(len(decoding), num_drafting, keeps_context)
 

@@ -18,6 +18,7 @@ class Limits:
     aging_s: float  # waiting this long is worth one step of priority
     prefix_cache: bool = True  # pages of known prefixes are kept and shared
     num_draft_tokens: int | None = None  # per step and sequence; None: the most a shard makes
+    min_draft_tokens: int = 0  # of the drafts there are, verified whatever the budget says
     draft_budget: bool = True  # verify drafts only as far as that pays
     itl_target_ms: float | None = None  # how long reading prompts may keep those waiting who decode
     context_cap: int = 0  # tokens of context per sequence; 0: no cap
@@ -41,6 +42,7 @@ class Limits:
             aging_s=engine.aging_s,
             prefix_cache=engine.prefix_cache,
             num_draft_tokens=engine.num_draft_tokens,
+            min_draft_tokens=engine.min_draft_tokens,
             draft_budget=engine.draft_budget,
             itl_target_ms=engine.itl_target_ms,
             context_cap=engine.context_cap,

@@ -27,6 +27,7 @@ class Pair:
         chance: Callable[[float], float],
         *,
         k: int | None = None,
+        least: int = 0,
         has_budget: bool = True,
         has_taps: bool = True,
         has_drafter: bool = True,
@@ -43,6 +44,7 @@ class Pair:
             max_queued_requests=num_sequences,
             aging_s=30.0,
             num_draft_tokens=k,
+            min_draft_tokens=least,
             draft_budget=has_budget,
         )
         chooser = random.Random(5)
@@ -199,3 +201,10 @@ def test_confidences_that_are_no_numbers_are_not_believed() -> None:
     budget = DraftBudget()
     cuts = budget.cut([(0, [float("nan"), 2.0, -1.0], 3), (1, [], 0)], 2, 2, 8)
     assert len(cuts) == 2
+
+
+def test_a_floor_is_verified_whatever_the_budget_says() -> None:
+    """For whoever measures acceptance; a drafter that is always wrong then never rests."""
+    pair = Pair(4, lambda _: 0.0, least=2).run(10_000)
+    assert set(pair.longest[1:]) <= {2, 3, 4, 5, 6, 7}
+    assert pair.longest.count(2) > 0.9 * pair.num_steps

@@ -90,6 +90,7 @@ class Histories(RuleBasedStateMachine):
         context_cap=st.sampled_from([0, 0, 5, 9]),
         prefix_cache=st.booleans(),
         draft_budget=st.booleans(),
+        min_draft_tokens=st.sampled_from([0, 0, 1]),
         itl_target_ms=st.sampled_from([None, None, 50.0, 2000.0]),
         shards=st.lists(SHARDS, max_size=2),
     )
@@ -104,6 +105,7 @@ class Histories(RuleBasedStateMachine):
         context_cap: int,
         prefix_cache: bool,
         draft_budget: bool,
+        min_draft_tokens: int,
         itl_target_ms: float | None,
         shards: list[ShardArguments],
     ) -> None:
@@ -117,6 +119,7 @@ class Histories(RuleBasedStateMachine):
             aging_s=5.0,
             prefix_cache=prefix_cache,
             draft_budget=draft_budget,
+            min_draft_tokens=min_draft_tokens,
             itl_target_ms=itl_target_ms,
             num_draft_tokens=num_draft_tokens,
             context_cap=context_cap,

@@ -51,6 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0  # stop tokens are masked until this many are out
     grammar: Grammar | None = None  # its end is an end-of-sequence token, so those must be stop tokens
     logprobs: int | None = None  # how many alternatives to report; None: no log-probabilities
+    prompt_logprobs: int | None = None  # the same for the prompt's own tokens, which are then read anew
     seed: int = 0  # 0 .. 2**64 - 1
 
 
@@ -93,6 +94,8 @@ class Output(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=
     logprobs: list[TokenLogprobs] | None = None  # parallel to token_ids when asked for
     finish_reason: FinishReason | None = None
     error: str | None = None  # with finish_reason "error"
+    prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens, when asked for; may come without tokens
+    first_scored: int = 0  # position of the first of them
     num_drafts: int = 0  # drafted tokens that this step verified
     num_accepted: int = 0  # how many of them stood and are among token_ids
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache; in a request's first output only
@@ -231,11 +234,20 @@ class Decision(msgspec.Struct, frozen=True, gc=False, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
 
 
+class PromptScores(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """How likely a prompt's own tokens were, from position `first` on; each is told by the row before it."""
+
+    sequence_id: int
+    first: int
+    logprobs: list[TokenLogprobs]
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Rank to scheduler. Every rank answers; only rank 0's decisions are filled in."""
+    """Rank to scheduler. Every rank answers; only rank 0's decisions and scores are filled in."""
 
     step: int
     decisions: list[Decision] = []
+    scores: list[PromptScores] = []
     compute_s: float = 0.0
 
 

@@ -200,8 +200,11 @@ class Planner:
         return request.keys.upto(request.tokens, len(request.tokens))[request.num_published :]
 
     def _cacheable(self, request: Request) -> list[bytes]:
-        """Keys of the pages worth looking up: at least one token must be left to decide with."""
-        if not self._limits.prefix_cache:
+        """Keys of the pages worth looking up: at least one token must be left to decide with.
+
+        None of them when the prompt's own log-probabilities are wanted, which only its rows can tell.
+        """
+        if not self._limits.prefix_cache or request.params.prompt_logprobs is not None:
             return []
         return request.keys.upto(request.tokens, len(request.tokens) - 1)
 

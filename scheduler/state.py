@@ -234,7 +234,7 @@ class Scheduler:
         self._counters.ended(result.compute_s)
         decisions = {decision.sequence_id: decision for decision in result.decisions}
         self._require(len(decisions) == len(result.decisions), plan.step, "a sequence is decided twice")
-        outputs: list[Output] = []
+        outputs = self._scored(result)
         self._in_flight = None
         for sequence_id in self._doomed:
             self._pool.release(sequence_id)
@@ -267,6 +267,22 @@ class Scheduler:
                 self._drafting.budget.verify.observe(first_row, 1e3 * result.compute_s)
             commands += self._drafting.begin(plan.step, computed, now)
         return [*commands, Outputs(outputs)] if outputs else commands
+
+    def _scored(self, result: StepResult) -> list[Output]:
+        """What the step told of prompts; of one that is read again after its answer began, nothing new."""
+        outputs: list[Output] = []
+        for scores in result.scores:
+            request = self._planner.running.get(scores.sequence_id)
+            if request is not None and request.num_output == 0:
+                outputs.append(
+                    Output(
+                        request_id=request.request_id,
+                        first_index=0,
+                        prompt_logprobs=scores.logprobs,
+                        first_scored=scores.first,
+                    )
+                )
+        return outputs
 
     def _settle_chunk(
         self, request: Request, chunk: Chunk, decision: Decision | None, compute_s: float, now: float

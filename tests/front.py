@@ -110,6 +110,13 @@ class ScriptedEngine:
             ids = [*ids, self._end_id] if ends else ids * -(-params.max_tokens // len(ids))
             reason = "stop" if ends and len(ids) <= params.max_tokens else "length"
             ids = ids[: params.max_tokens]
+            if params.prompt_logprobs is not None:
+                scores = [_logprobs(i, params.prompt_logprobs) for i in prompt_ids[1:]]
+                for first in range(0, len(scores), 3):  # as the chunks of a prompt come
+                    part = scores[first : first + 3]
+                    yield Output(
+                        request_id=request_id, first_index=0, prompt_logprobs=part, first_scored=1 + first
+                    )
             for first in range(0, len(ids), self.tokens_per_step):
                 await asyncio.sleep(self.step_s)
                 if self.fails_at is not None and first >= self.fails_at:

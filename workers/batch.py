@@ -14,13 +14,14 @@ from .sequences import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """N rows of S chunks, chunk after chunk; R of the rows decide a token."""
+    """N rows of S chunks, chunk after chunk; R of them decide a token, P tell how likely the next one was."""
 
     token_ids: Tensor  # [N] int64
     rows: Rows
-    decided: Tensor | None  # [R] row indices; None when every row decides
+    decided: Tensor | None  # [R + P] row indices; None when every row decides
     num_decided: int  # R
     deciders: list[tuple[Sequence, int]]  # [R] (sequence, position of the row)
+    scorers: list[tuple[Sequence, int]]  # [P] the same, of rows whose next token is the prompt's own
 
 
 def build_batch(chunks: Seq[Chunk], sequences: Seq[Sequence], page_size: int, device: torch.device) -> Batch:
@@ -46,6 +47,7 @@ def build_batch(chunks: Seq[Chunk], sequences: Seq[Sequence], page_size: int, de
         for chunk, sequence, end in zip(chunks, sequences, context_lens, strict=True)
         for position in range(end - chunk.num_decided, end)
     ]
+    scored = [_scored(chunk, sequence) for chunk, sequence in zip(chunks, sequences, strict=True)]
     return Batch(
         token_ids=torch.from_numpy(token_ids.astype(np.int64)).to(device),
         rows=Rows(
@@ -55,20 +57,42 @@ def build_batch(chunks: Seq[Chunk], sequences: Seq[Sequence], page_size: int, de
             context_lens=context_lens,
             page_tables=torch.from_numpy(page_tables).to(device),
         ),
-        decided=_decided_rows(chunks, ends, num_rows, len(deciders), device),
+        decided=_decided_rows(chunks, ends, num_rows, len(deciders), scored, device),
         num_decided=len(deciders),
         deciders=deciders,
+        scorers=[
+            (sequence, position)
+            for sequence, positions in zip(sequences, scored, strict=True)
+            for position in positions
+        ],
     )
 
 
+def _scored(chunk: Chunk, sequence: Sequence) -> range:
+    """Positions of a chunk's rows that are asked how likely the prompt's next token was."""
+    if sequence.params.prompt_logprobs is None:
+        return range(0)
+    return range(chunk.start, min(chunk.start + chunk.num_rows, sequence.prompt_len - 1))
+
+
 def _decided_rows(
-    chunks: Seq[Chunk], ends: np.ndarray, num_rows: int, num_decided: int, device: torch.device
+    chunks: Seq[Chunk],
+    ends: np.ndarray,
+    num_rows: int,
+    num_decided: int,
+    scored: Seq[range],
+    device: torch.device,
 ) -> Tensor | None:
-    if num_decided == num_rows:
+    if num_decided == num_rows and not any(scored):
         return None
     indices = [
         row
         for chunk, end in zip(chunks, ends.tolist(), strict=True)
         for row in range(end - chunk.num_decided, end)
+    ]
+    indices += [
+        end - chunk.num_rows + position - chunk.start
+        for chunk, end, positions in zip(chunks, ends.tolist(), scored, strict=True)
+        for position in positions
     ]
     return torch.tensor(indices, dtype=torch.int64, device=device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..cluster.config import Config
 from ..cluster.errors import ConfigError, ProtocolError
-from ..cluster.messages import Admit, Chunk, Decision, SamplingParams, StepPlan, StepResult
+from ..cluster.messages import Admit, Chunk, Decision, PromptScores, SamplingParams, StepPlan, StepResult
 from ..cluster.topology import threads_per_rank
 from ..kernels.backend import choose_backend
 from ..kernels.dtypes import compute_dtype
@@ -109,21 +109,24 @@ class Runner:
             self._sequences.release(sequence_id)
         for admit in plan.admit:
             self._sequences.admit(admit)
-        decisions = self._run(plan.chunks) if plan.chunks else []
+        decisions, scores = self._run(plan.chunks) if plan.chunks else ([], [])
         if self._taps is not None:
             self._taps.publish()
-        return StepResult(step=plan.step, decisions=decisions, compute_s=time.perf_counter() - began)
+        return StepResult(
+            step=plan.step, decisions=decisions, scores=scores, compute_s=time.perf_counter() - began
+        )
 
     def logits(self, chunks: list[Chunk]) -> Tensor:
         """[R, num_ids] float32, this rank's part, of the deciding rows of chunks of admitted sequences."""
-        _, logits = self._forward(chunks)
-        return logits
-
-    def _run(self, chunks: list[Chunk]) -> list[Decision]:
         batch, logits = self._forward(chunks)
+        return logits[: batch.num_decided]
+
+    def _run(self, chunks: list[Chunk]) -> tuple[list[Decision], list[PromptScores]]:
+        batch, logits = self._forward(chunks)
+        scores = self._sampler.score(batch.scorers, logits[batch.num_decided :]) if batch.scorers else []
         if batch.num_decided == 0:
-            return []
-        return self._sampler.decide(chunks, batch.deciders, logits)
+            return [], scores
+        return self._sampler.decide(chunks, batch.deciders, logits[: batch.num_decided]), scores
 
     def _forward(self, chunks: list[Chunk]) -> tuple[Batch, Tensor]:
         sequences = [self._sequences.extend(chunk) for chunk in chunks]

@@ -13,11 +13,13 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from ..cluster.messages import Chunk, Decision, TokenLogprobs
+from ..cluster.messages import Chunk, Decision, PromptScores, TokenLogprobs
 from ..kernels import filters, noise, penalties, sampling
 from .collectives import Collectives
 from .layers import Partition
 from .sequences import Sequence
+
+_SCORED_ROWS = 64  # at once: a whole chunk's rows of a large vocabulary are a lot of memory
 
 Decider = tuple[Sequence, int]  # a sequence and the position of the row that decides the token after it
 
@@ -49,6 +51,30 @@ class Sampler:
         else:
             drawn = self._draw_sharded(deciders, logits)
         return self._decisions(chunks, deciders, drawn) if self._partition.rank == 0 else []
+
+    @torch.inference_mode()
+    def score(self, scorers: Seq[Decider], logits: Tensor) -> list[PromptScores]:
+        """How likely the token after each of these rows was; the rows of a sequence follow each other.
+
+        `logits` [P, num_ids] are this rank's part of the rows; empty on ranks above 0, which must call too.
+        """
+        told: list[TokenLogprobs] = []
+        for first in range(0, len(scorers), _SCORED_ROWS):
+            rows = scorers[first : first + _SCORED_ROWS]
+            part = logits[first : first + _SCORED_ROWS]
+            whole = part if self._partition.size == 1 else self._gather(part)
+            if self._partition.rank == 0:
+                tokens = [int(sequence.token_ids[position + 1]) for sequence, position in rows]
+                chosen = torch.tensor(tokens, dtype=torch.int64, device=whole.device)
+                told += _logprobs(
+                    whole, chosen, [sequence.params.prompt_logprobs or 0 for sequence, _ in rows]
+                )
+        scores: list[PromptScores] = []
+        for (sequence, position), logprobs in zip(scorers, told, strict=False):
+            if not scores or scores[-1].sequence_id != sequence.sequence_id:
+                scores.append(PromptScores(sequence.sequence_id, position + 1, []))
+            scores[-1].logprobs.append(logprobs)
+        return scores
 
     def _draw_sharded(self, deciders: Seq[Decider], logits: Tensor) -> _Drawn:
         needs_whole = [_needs_whole(sequence) for sequence, _ in deciders]

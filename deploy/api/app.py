@@ -31,7 +31,7 @@ from .messages_request import count_tokens, prepare_message
 from .openapi import add_openapi
 from .pieces import pieces_of
 from .playground import add_playground
-from .replies import ChatStyle, CompletionStyle, Gathered, Heading, Piece, ReplyStyle
+from .replies import ChatStyle, CompletionStyle, Gathered, Heading, Piece, Prompt, ReplyStyle
 from .responses_reply import ResponseStyle
 from .responses_request import ResponseJob, prepare_response
 from .steps import Steps
@@ -63,15 +63,14 @@ def create_app(front: Front) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         def style(heading: Heading, job: Job) -> ReplyStyle:
-            del job
-            return ChatStyle(heading)
+            return ChatStyle(heading, _prompts(job)[0])
 
         return await _complete(request, front, prepare_chat, style, "chatcmpl")
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         def style(heading: Heading, job: Job) -> ReplyStyle:
-            return CompletionStyle(heading, {choice.index: choice.echoed for choice in job.choices})
+            return CompletionStyle(heading, _prompts(job))
 
         return await _complete(request, front, prepare_completion, style, "cmpl")
 
@@ -156,7 +155,7 @@ async def _complete(
             created=int(time.time()),
             model=front.served.name,
             tokenizer=front.served.tokenizer,
-            has_logprobs=job.choices[0].params.logprobs is not None,
+            num_logprobs=job.choices[0].params.logprobs,
             has_usage=job.has_usage,
         )
         record = current_record.get()
@@ -171,6 +170,13 @@ async def _complete(
         return Response(whole, media_type="application/json")
     except Exception as error:
         return error_response(as_request_error(error), request.scope)
+
+
+def _prompts(job: Job) -> list[Prompt]:
+    return [
+        Prompt(token_ids=choice.prompt_ids, echoed=choice.echoed, num_logprobs=job.num_prompt_logprobs)
+        for choice in job.choices
+    ]
 
 
 async def _prepared(

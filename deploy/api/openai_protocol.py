@@ -30,7 +30,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "store": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -91,6 +90,7 @@ class SamplingRequest(Strict):
     stop_token_ids: list[int] | None = Field(None, max_length=128)
     ignore_eos: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)  # alternatives to each token of the prompt
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = Field(None, ge=-1000, le=1000)  # lower runs first
@@ -115,6 +115,8 @@ class SamplingRequest(Strict):
     def _agree(self) -> "SamplingRequest":
         if self.stream_options is not None and not self.stream:
             raise conflict("stream_options", "is only allowed with stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise conflict("prompt_logprobs", "is told with whole answers only, not with stream: true")
         return self
 
 
@@ -240,12 +242,8 @@ class CompletionRequest(SamplingRequest):
     def _agree_completion(self) -> "CompletionRequest":
         if self.best_of not in (None, self.n or 1):
             raise PydanticCustomError("unsupported_parameter", "{name} must equal n", {"name": "best_of"})
-        if self.echo and self.logprobs is not None:
-            raise PydanticCustomError(
-                "unsupported_parameter",
-                "{name} with logprobs is not supported: log-probabilities of a prompt are not kept",
-                {"name": "echo"},
-            )
+        if self.echo and self.logprobs is not None and self.stream:
+            raise conflict("echo", "with logprobs is told with whole answers only, not with stream: true")
         return self
 
 

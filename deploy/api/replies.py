@@ -31,6 +31,8 @@ class Piece:
     num_accepted: int = 0  # of these, how many stood
     texts: list[str] | None = None  # `text` token by token, for a stream that tells its steps
     stop_string: str | None = None  # that ended the text
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt tokens, when asked for
+    first_scored: int = 0  # position of the first of them
     reasoning: str = ""  # thoughts
     calls: list[CallDelta] = field(default_factory=list)  # of tools
 
@@ -43,6 +45,7 @@ class Gathered:
     tokens: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_string: str | None = None
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)  # each whole
 
@@ -57,6 +60,7 @@ class Gathered:
         self.tokens += piece.tokens
         self.finish_reason = piece.finish_reason
         self.stop_string = piece.stop_string
+        self.prompt_logprobs |= dict(enumerate(piece.prompt_logprobs, piece.first_scored))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +71,12 @@ class Heading:
     created: int  # Unix time
     model: str
     tokenizer: Tokenizer
-    has_logprobs: bool
+    num_logprobs: int | None  # alternatives to each token of the output; None: no log-probabilities
     has_usage: bool  # chunks carry a usage field
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.num_logprobs is not None
 
 
 class ReplyStyle(Protocol):
@@ -95,13 +103,23 @@ class ReplyStyle(Protocol):
     def whole(self, choices: list[Gathered], totals: dict[str, Any]) -> bytes: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The prompt of a choice, where its answer tells of it."""
+
+    token_ids: list[int]
+    echoed: str  # text that goes before the output
+    num_logprobs: int | None  # alternatives to tell with each of its tokens; None: tell nothing
+
+
 class ChatStyle:
     """/v1/chat/completions."""
 
     end = DONE
 
-    def __init__(self, heading: Heading) -> None:
+    def __init__(self, heading: Heading, prompt: Prompt) -> None:
         self._heading = heading
+        self._prompt = prompt
         self._chunks = _Chunks("chat.completion.chunk", heading, '"delta":{"content":')
 
     def opening(self, index: int) -> bytes:
@@ -146,7 +164,8 @@ class ChatStyle:
             }
             for index, choice in enumerate(choices)
         ]
-        return _whole("chat.completion", self._heading, shown, totals)
+        told = _prompt_logprobs(self._heading.tokenizer, self._prompt, choices[0])
+        return _whole("chat.completion", self._heading, shown, {**told, **totals})
 
     def _logprobs(self, tokens: list[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -200,14 +219,14 @@ class CompletionStyle:
 
     end = DONE
 
-    def __init__(self, heading: Heading, echoed: dict[int, str]) -> None:
+    def __init__(self, heading: Heading, prompts: list[Prompt]) -> None:
         self._heading = heading
-        self._echoed = echoed  # by choice: text that goes before the output
+        self._prompts = prompts  # of each choice
         self._offsets: dict[int, int] = {}  # by choice: characters spelled so far
         self._chunks = _Chunks("text_completion", heading, '"text":')
 
     def opening(self, index: int) -> bytes:
-        echoed = self._echoed.get(index)
+        echoed = self._prompts[index].echoed
         return self._chunks.text(index, echoed, b"") if echoed else b""
 
     def chunk(self, piece: Piece) -> bytes:
@@ -232,13 +251,26 @@ class CompletionStyle:
         shown = [
             {
                 "index": index,
-                "text": self._echoed.get(index, "") + choice.text,
-                "logprobs": self._logprobs(index, choice.tokens) if self._heading.has_logprobs else None,
+                "text": prompt.echoed + choice.text,
+                "logprobs": self._all_logprobs(index, prompt, choice) if self._heading.has_logprobs else None,
                 "finish_reason": choice.finish_reason,
+                **_prompt_logprobs(self._heading.tokenizer, prompt, choice),
             }
-            for index, choice in enumerate(choices)
+            for index, (prompt, choice) in enumerate(zip(self._prompts, choices, strict=True))
         ]
         return _whole("text_completion", self._heading, shown, totals)
+
+    def _all_logprobs(self, index: int, prompt: Prompt, choice: Gathered) -> dict[str, Any]:
+        """Of the output, behind those of an echoed prompt; nothing comes before a prompt's first token."""
+        if not prompt.echoed:
+            return self._logprobs(index, choice.tokens)
+        num = self._heading.num_logprobs
+        unknown = TokenLogprobs(0.0, [])
+        of_prompt = [choice.prompt_logprobs.get(place, unknown) for place in range(len(prompt.token_ids))]
+        cut = [TokenLogprobs(at.logprob, at.top[:num]) for at in of_prompt]
+        told = self._logprobs(index, [*zip(prompt.token_ids, cut, strict=True), *choice.tokens])
+        told["token_logprobs"][0] = told["top_logprobs"][0] = None
+        return told
 
     def _logprobs(self, index: int, tokens: list[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
         spell = self._heading.tokenizer.spell
@@ -289,6 +321,24 @@ class _Chunks:
 
     def closing(self, totals: dict[str, Any]) -> bytes:
         return self._head + b"]," + self._encoder.encode(totals)[1:] + b"\n\n"
+
+
+def _prompt_logprobs(tokenizer: Tokenizer, prompt: Prompt, choice: Gathered) -> dict[str, Any]:
+    """vLLM's field: of each token of the prompt by id, its own first; nothing is told of the very first."""
+    if prompt.num_logprobs is None:
+        return {}
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {"logprob": finite(logprob), "decoded_token": readable(tokenizer.spell(token_id))}
+
+    def told(token_id: int, at: TokenLogprobs) -> dict[str, Any]:
+        of_others = {str(i): entry(i, logprob) for i, logprob in at.top[: prompt.num_logprobs]}
+        return {str(token_id): entry(token_id, at.logprob), **of_others}
+
+    places = range(1, len(prompt.token_ids))
+    return {
+        "prompt_logprobs": [None, *(told(prompt.token_ids[i], choice.prompt_logprobs[i]) for i in places)]
+    }
 
 
 def error_object(error: RequestError) -> dict[str, Any]:

@@ -134,6 +134,8 @@ class _ChoiceText:
             num_accepted=output.num_accepted,
             texts=texts if self._has_steps else None,
             stop_string=self._matcher.matched,
+            prompt_logprobs=output.prompt_logprobs,
+            first_scored=output.first_scored,
         )
 
     def _read(self, text: str, *, is_last: bool) -> Said:

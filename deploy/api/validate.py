@@ -61,6 +61,9 @@ class Job:
     is_stream: bool
     has_usage: bool  # a stream ends with a usage chunk
     report: ReportLevel  # on drafts; not "none" only if there is one choice
+    num_prompt_logprobs: int | None = (
+        None  # alternatives to tell with each token of the prompts, if asked for
+    )
 
 
 def prepare_chat(body: bytes, served: ServedModel) -> Job:
@@ -123,6 +126,7 @@ def _job(request: SamplingRequest, served: ServedModel, choices: list[Choice], n
         is_stream=is_stream,
         has_usage=has_usage,
         report=_report(request, served, len(choices), has_place),
+        num_prompt_logprobs=request.prompt_logprobs,
     )
 
 
@@ -287,7 +291,15 @@ def _sampling_params(
         stop_token_ids=stop_token_ids,
         min_tokens=request.min_tokens or 0,
         logprobs=num_logprobs,
+        prompt_logprobs=_num_prompt_logprobs(request),
     )
+
+
+def _num_prompt_logprobs(request: SamplingRequest) -> int | None:
+    """Asked for by name, or by a completion that echoes its prompt with log-probabilities."""
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        return max(request.logprobs, request.prompt_logprobs or 0)
+    return request.prompt_logprobs
 
 
 _Value = TypeVar("_Value")

@@ -171,6 +171,26 @@ def test_completion_logprobs(client: httpx.Client) -> None:
     assert [offset for piece in offsets for offset in piece] == logprobs["text_offset"]
 
 
+def test_a_prompt_s_own_logprobs(client: httpx.Client, engine: ScriptedEngine) -> None:
+    text = {"model": MODEL, "prompt": ["the quick fox", [5, 6, 7, 8]], "max_tokens": 3, "n": 2}
+    choices = client.post("/v1/completions", json={**text, "prompt_logprobs": 1}).json()["choices"]
+    prompts = [engine.prompts[-4], engine.prompts[-4], [5, 6, 7, 8], [5, 6, 7, 8]]
+    for choice, ids in zip(choices, prompts, strict=True):
+        none, *told = choice["prompt_logprobs"]
+        assert none is None
+        assert [next(iter(entry)) for entry in told] == [str(i) for i in ids[1:]]
+        assert all(entry[str(i)]["logprob"] == -0.5 for entry, i in zip(told, ids[1:], strict=True))
+    echoed = client.post("/v1/completions", json={**text, "echo": True, "logprobs": 1}).json()["choices"][0]
+    logprobs = echoed["logprobs"]
+    assert "prompt_logprobs" not in echoed
+    assert "".join(logprobs["tokens"]) == echoed["text"]
+    assert logprobs["token_logprobs"] == [None] + [-0.5] * (len(logprobs["tokens"]) - 1)
+    assert logprobs["top_logprobs"][0] is None
+    assert all(len(top) == 1 for top in logprobs["top_logprobs"][1:])
+    reply = client.post("/v1/chat/completions", json=chat(prompt_logprobs=0, max_tokens=3)).json()
+    assert len(reply["prompt_logprobs"]) == reply["usage"]["prompt_tokens"]
+
+
 def test_token_id_prompts_and_sampling_parameters_reach_the_engine(
     client: httpx.Client, engine: ScriptedEngine
 ) -> None:

@@ -96,15 +96,19 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        opens_turn: bool = True,
     ) -> str:
-        """The prompt up to where the assistant speaks; RequestError where the template refuses it."""
+        """The conversation, and where `opens_turn` the beginning of the assistant's next turn.
+
+        Raises RequestError where the template refuses it.
+        """
         clock = _Clock(time.monotonic() + RENDER_S)
         variables = {**self._named_tokens, **(options or {}), "messages": messages, _TICK: clock.tick}
         if tools:
             variables["tools"] = tools
         try:
             pieces: list[str] = []
-            for piece in self._template.generate(add_generation_prompt=True, **variables):
+            for piece in self._template.generate(add_generation_prompt=opens_turn, **variables):
                 clock.count(piece)
                 pieces.append(piece)
             return "".join(pieces)

@@ -63,7 +63,13 @@ def prepare_conversation(
         )
     messages = _messages(request.messages, tools, has_tools=template.has_tools)
     shown = [tool.as_template() for tool in tools] if tools and template.has_tools else None
-    rendered = tokenizer.render(messages, tools=shown, options=options)
+    rendered = tokenizer.render(
+        messages,
+        tools=shown,
+        options=options,
+        opens_turn=request.add_generation_prompt is not False,
+        continues=bool(request.continue_final_message),
+    )
     is_thinking = form.has_thoughts and _is_open(rendered.tail)
     may_think = form.has_thoughts and (is_thinking or ThoughtReader.CLOSING not in rendered.tail)
     callable_tools = [

@@ -19,7 +19,6 @@ MAX_MESSAGES = 2048
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "grammar": (),
@@ -190,6 +189,8 @@ class ChatRequest(SamplingRequest):
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
+    add_generation_prompt: bool | None = None  # False: the prompt ends with the last message
+    continue_final_message: bool | None = None  # the answer goes on with the last message
 
     @model_validator(mode="after")
     def _agree_chat(self) -> "ChatRequest":
@@ -197,6 +198,10 @@ class ChatRequest(SamplingRequest):
             raise conflict("max_completion_tokens", "and max_tokens mean the same; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise conflict("top_logprobs", "is only allowed with logprobs: true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise conflict("add_generation_prompt", "and continue_final_message exclude each other")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise conflict("continue_final_message", "needs a last message of role 'assistant'")
         check_tools(self.tools, self.tool_choice)
         called: set[str] = set()
         for message in self.messages:

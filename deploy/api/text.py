@@ -93,9 +93,13 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        opens_turn: bool = True,
+        continues: bool = False,
     ) -> RenderedChat:
         """A conversation as tokens, ready for the assistant's turn; `options` are variables of the template.
 
+        Without `opens_turn` it ends where the last message does; with `continues` even before the words that
+        end a turn, so that the answer goes on with that message.
         Only the template can write special tokens: where something of a client's holds the text of one, that
         text is encoded as text, so a client cannot close its turn and speak as another role.
         Raises RequestError when the template refuses the messages.
@@ -116,11 +120,18 @@ class Tokenizer:
                 return {guard(key): guard(held) for key, held in value.items()}
             return [guard(held) for held in value] if isinstance(value, list) else value
 
+        guarded = [guard(message) for message in messages]
+        end = f"\ue000{nonce}\ue001"
+        if continues:
+            guarded[-1] = {**guarded[-1], "content": guarded[-1]["content"] + end}
         rendered = template.render(
-            [guard(message) for message in messages],
+            guarded,
             tools=None if tools is None else [guard(tool) for tool in tools],
             options=guard(options or {}),
+            opens_turn=opens_turn and not continues,
         )
+        if continues:
+            rendered = rendered[: max(rendered.rfind(end), 0)]
         ids: list[int] = []
         pieces = re.split(f"\ue000{nonce}:([0-9]+)\ue001", rendered)
         for index, piece in enumerate(pieces):

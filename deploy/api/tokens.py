@@ -8,6 +8,7 @@ from .bodies import parse_request, validated
 from .openai_protocol import MAX_MESSAGES, ChatRequest, Strict, conflict
 from .validate import ServedModel, chat_prompt, check_chars, check_model, check_token_ids
 
+_OWN = {"model", "add_special_tokens", "return_token_strs"}  # no fields of a chat
 MAX_TOKENS = 1 << 20  # of one /detokenize
 
 
@@ -19,6 +20,8 @@ class TokenizeRequest(Strict):
     messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None  # None: True
     return_token_strs: bool | None = None
 
@@ -42,7 +45,7 @@ def tokenize(body: bytes, served: ServedModel) -> dict[str, Any]:
     _check_model(request.model, served)
     tokenizer = served.tokenizer
     if request.messages is not None:
-        chat = request.model_dump(include={"messages", "tools", "chat_template_kwargs"}, exclude_none=True)
+        chat = request.model_dump(exclude={"prompt", *_OWN}, exclude_none=True)
         ids = chat_prompt(validated(ChatRequest, {**chat, "model": served.name}), served)
     else:
         assert request.prompt is not None

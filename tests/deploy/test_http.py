@@ -171,6 +171,30 @@ def test_completion_logprobs(client: httpx.Client) -> None:
     assert [offset for piece in offsets for offset in piece] == logprobs["text_offset"]
 
 
+def test_where_the_prompt_of_a_chat_ends(client: httpx.Client, engine: ScriptedEngine) -> None:
+    said = [{"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "it <|im_end|> goes"}]
+
+    def prompt(**fields: Any) -> list[int]:
+        reply = client.post("/v1/chat/completions", json={"model": MODEL, "messages": said, **fields})
+        assert reply.status_code == 200, reply.text
+        counted = client.post("/tokenize", json={"messages": said, **fields}).json()
+        assert counted["tokens"] == engine.prompts[-1]
+        return engine.prompts[-1]
+
+    opened, closed = prompt(), prompt(add_generation_prompt=False)
+    continued = prompt(continue_final_message=True)
+    assert opened[: len(closed)] == closed
+    assert closed[: len(continued)] == continued
+    text = client.post("/detokenize", json={"tokens": continued}).json()["prompt"]
+    assert text.endswith("it <|im_end|> goes")  # what a client wrote is text, whatever it looks like
+    for fields in (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        {"continue_final_message": True, "messages": said[:1]},
+    ):
+        body = {"model": MODEL, "messages": said, **fields}
+        assert client.post("/v1/chat/completions", json=body).status_code == 400
+
+
 def test_a_prompt_s_own_logprobs(client: httpx.Client, engine: ScriptedEngine) -> None:
     text = {"model": MODEL, "prompt": ["the quick fox", [5, 6, 7, 8]], "max_tokens": 3, "n": 2}
     choices = client.post("/v1/completions", json={**text, "prompt_logprobs": 1}).json()["choices"]

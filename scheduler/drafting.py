@@ -34,6 +34,7 @@ class Drafting:
         self.num_proposed = 0  # drafts that came
         self.num_choices = dict.fromkeys(Phase, 0)  # what the shards were asked for
         self.last_s = 0.0  # of the last draft phase; 0 if the step in flight had none
+        self.yields = False  # prompts used up the rows of the last step that the pace allows: nobody drafts
         self._limits = limits
         self._stories = stories
         self._confidences: dict[int, list[float]] = {}  # of `drafts`, and of those that are being verified
@@ -238,6 +239,8 @@ class Drafting:
         if num_drafting > 0 and self._limits.min_draft_tokens > 0:
             return Phase.PROPOSE
         keeps_context = any(s.ledger is not None and s.ledger.keeps_context for s in self.shards)
+        if self.yields:
+            return Phase.COMMIT if keeps_context else Phase.NONE
         return self.budget.next_phase(len(decoding), num_drafting, keeps_context)
 
     def _rest(self, computed: list[Computed]) -> None:

@@ -9,7 +9,9 @@ A plan is made in this order, and only between steps, when no rank may touch a p
               another is reading the same prefix right now
 
 Drafts never take a row or a page that something certain needs: nobody is preempted for them, and while a
-prompt waits to be read they get no more than half of the rows that the decodes leave.
+prompt waits to be read they get no more than half of the rows that the decodes leave. They get none while
+prompts use up all rows that the pace allows: a draft is worth less than a token, and its row would keep a
+prompt waiting whose tokens are all still to come.
 
 A prompt that stays half read has used up the rows or the pages of its step, so nobody is admitted behind it:
 at most one prompt is half read at a time, and the pages it still needs are not given away.
@@ -57,8 +59,9 @@ class Planner:
         if self._make_room(decodes, now):
             decodes, prefills = self._by_need()
         chunks = self._decode(decodes, prefills)
-        num_rows = sum(chunk.num_rows for chunk in chunks)
-        budget = self.pace.room(num_rows, self._limits.max_num_batched_tokens - num_rows)
+        num_decode_rows = sum(chunk.num_rows for chunk in chunks)
+        num_free_rows = self._limits.max_num_batched_tokens - num_decode_rows
+        room = budget = self.pace.room(num_decode_rows, num_free_rows)
         for request in prefills:
             num_rows = min(budget, request.num_pending, self._reach(request))
             if num_rows > 0:
@@ -68,7 +71,9 @@ class Planner:
         if len(self._queue) > 0:
             self._admit(admits, chunks, budget, now)
         release, self._release = self._release, []
-        self.pace.began(sum(chunk.num_rows for chunk in chunks), now)
+        num_rows = sum(chunk.num_rows for chunk in chunks)
+        self.pace.began(num_rows, now)
+        self._drafting.yields = room < num_free_rows and num_rows == num_decode_rows + room
         assert chunks, "there is work, so a plan must have a row"
         return StepPlan(step=step, release=release, admit=admits, chunks=chunks)
 
@@ -83,11 +88,10 @@ class Planner:
         if not self._drafting.has_answered:
             return [self._block(request, ()) for request in decodes]
         num_rows = self._limits.max_num_batched_tokens - len(decodes)
+        room = self.pace.room(len(decodes), num_rows)  # that prompts would have without drafts
         if prefills or len(self._queue) > 0:
-            num_rows = min(num_rows // 2, num_rows - len(prefills))
-        num_pending = sum(request.num_pending for request in prefills)
-        most_pending = self._limits.max_num_batched_tokens - len(decodes)
-        num_certain = len(decodes) + min(num_pending, self.pace.room(len(decodes), most_pending))
+            num_rows = min(room // 2, num_rows - len(prefills))
+        num_certain = len(decodes) + min(sum(request.num_pending for request in prefills), room)
         shares = self._drafting.share(decodes, num_certain, max(0, num_rows))
         # Pages that must stay for the anchors, and for a row of the oldest if that is still being read.
         num_spare = self._pool.num_free - sum(r.computed == r.capacity for r in decodes) - bool(prefills)

@@ -16,7 +16,7 @@ from .measure import Measurement, Objective, summarise
 from .plot import Panel, draw
 
 SMALL_CPU = Costs(
-    step=((1, 26.0), (8, 29.0), (16, 38.0), (64, 110.0), (512, 800.0)),
+    step=((1, 17.1), (8, 28.8), (32, 69.4), (512, 560.0)),
     draft=((1, 6.0), (8, 14.0), (32, 40.0)),
     commit_ms=0.5,
 )

@@ -182,3 +182,13 @@ def test_a_target_that_cannot_be_met_starves_no_prompt() -> None:
     simulation, served = simulate(trace, itl_target_ms=5.0, check=True)
     assert {s.finish_reason for s in served} == {"length"}
     assert simulation.groups[0].num_steps > 5 * 200 / 16
+
+
+def test_under_a_target_drafts_make_way_for_prompts_that_press() -> None:
+    """More comes than can be served: with a drafter as many tokens are served as without, nearly."""
+    trace = poisson(6.0, 100, prompt_len=128, output_len=64)
+    ends: list[float] = []
+    for drafter in (None, Drafter(chance=lambda _: 0.6)):
+        _, served = simulate(trace, drafter=drafter, itl_target_ms=120.0)
+        ends.append(max(s.due_s + s.e2e_s for s in served))
+    assert ends[1] < 1.06 * ends[0]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.cluster.config import Config, EngineConfig, ModelConfig
-from paceline.cluster.messages import Admit, Chunk, Decision, SamplingParams, StepPlan
+from paceline.cluster.messages import Admit, Chunk, Decision, PromptScores, SamplingParams, StepPlan
 from paceline.workers.collectives import Collectives, connect
 from paceline.workers.runner import Runner
 
@@ -51,6 +51,7 @@ class Driver:
     def __init__(self, *runners: Runner) -> None:
         self.runners = runners
         self.page_size = 16
+        self.scores: list[PromptScores] = []  # of all steps
         self._step = 0
         self._num_sequences = 0
         self._free_pages = list(range(min(runner.num_pages for runner in runners)))[::-1]
@@ -69,10 +70,13 @@ class Driver:
         """Send one plan to every rank, each on a thread, as its process would."""
         self._step += 1
         plan = StepPlan(step=self._step, **parts)
-        if len(self.runners) == 1:
-            return self.runners[0].execute(plan).decisions
-        results = on_threads([lambda r=runner: r.execute(plan) for runner in self.runners])
-        assert all(not result.decisions for result in results[1:])
+        results = (
+            [self.runners[0].execute(plan)]
+            if len(self.runners) == 1
+            else on_threads([lambda r=runner: r.execute(plan) for runner in self.runners])
+        )
+        assert not any(result.decisions or result.scores for result in results[1:])
+        self.scores += results[0].scores
         return results[0].decisions
 
     def chunk(self, stream: Stream, num_rows: int, drafts: Sequence[int] = ()) -> Chunk:

@@ -134,6 +134,28 @@ def test_tensor_parallel_with_biases_and_uneven_vocabulary(tmp_path: Path) -> No
         assert [stream.output for stream in group.generate(some, params)] == expected
 
 
+def test_tensor_parallel_scores_a_prompt_alike(path: Path, driver: Driver) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=2)
+    mixed = [params, SamplingParams(max_tokens=2, temperature=0)] * 4
+    group = Driver(*start_group(path, make_config(), 2))
+
+    def told(which: Driver) -> list[tuple[int, int, list[int], list[float]]]:
+        first_id = which.admit([3], params).sequence_id + 1
+        which.scores.clear()
+        which.generate(prompts()[:4], mixed[:4])
+        return [
+            (scores.sequence_id - first_id, scores.first + index, [i for i, _ in at.top], [at.logprob])
+            for scores in which.scores
+            for index, at in enumerate(scores.logprobs)
+        ]
+
+    alone, split = told(driver), told(group)
+    assert [entry[:3] for entry in split] == [entry[:3] for entry in alone]
+    logprobs = [[value for *_, values in entries for value in values] for entries in (split, alone)]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+    assert len(alone) == sum(len(prompt) - 1 for prompt in prompts()[:4:2])
+
+
 @pytest.mark.parametrize("name", PARAMS)
 def test_drafted_block_decides_what_single_steps_decide(
     driver: Driver, alone: dict[str, list[list[int]]], name: str

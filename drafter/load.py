@@ -5,9 +5,12 @@ from pathlib import Path
 import torch
 
 from ..cluster.config import Config
+from ..cluster.config_json import ConfigJson
 from ..cluster.drafter_choice import DrafterChoice
 from ..kernels.dtypes import compute_dtype
+from ..kernels.grammar import Grammars
 from .dflash_proposer import DFlashProposer
+from .grammar_proposer import GrammarProposer
 from .mixed import MixedProposer
 from .ngram import NgramProposer
 from .proposer import Proposer
@@ -22,6 +25,15 @@ def load_proposer(
     choice: DrafterChoice, config: Config, model_path: Path, max_model_len: int, device: torch.device
 ) -> Proposer:
     """Raises ModelError for a checkpoint that cannot be loaded or is another target's."""
+    vocab_size = ConfigJson.read(model_path / "config.json").integer("vocab_size")
+    # Without end tokens: no draft of one stands, and an end needs no draft.
+    grammars = Grammars(model_path, vocab_size, ())
+    return GrammarProposer(_load(choice, config, model_path, max_model_len, device), grammars)
+
+
+def _load(
+    choice: DrafterChoice, config: Config, model_path: Path, max_model_len: int, device: torch.device
+) -> Proposer:
     engine = config.engine
     if choice.path is None:
         return NgramProposer() if engine.num_draft_tokens is None else NgramProposer(engine.num_draft_tokens)

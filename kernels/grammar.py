@@ -56,11 +56,19 @@ class Grammars:
         self._eos_token_ids = list(eos_token_ids)
         self._compiled: OrderedDict[Grammar, xgrammar.CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
-        self._info: xgrammar.TokenizerInfo | None = None
+        self._is_loading = False
+        self._unspelled: frozenset[int] = frozenset()  # tokens without text that are no end
         self._compiler: xgrammar.GrammarCompiler | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._compiler is not None
 
     def load_soon(self) -> None:
         """Read the vocabulary beside what this process does next: it takes a second or two."""
+        if self._is_loading:
+            return
+        self._is_loading = True
         threading.Thread(target=self._load_if_possible, name="grammar vocabulary").start()
 
     def load(self) -> None:
@@ -68,13 +76,15 @@ class Grammars:
         import xgrammar  # it imports transformers, which takes longer than all of a rank's other imports
 
         with self._lock:
-            if self._info is None:
-                vocab = vocabulary(load_tokenizer(self._model_path))
-                self._info = xgrammar.TokenizerInfo(
-                    vocab[: self.vocab_size], vocab_size=self.vocab_size, stop_token_ids=self._eos_token_ids
+            if self._compiler is None:
+                vocab = vocabulary(load_tokenizer(self._model_path))[: self.vocab_size]
+                unspelled = {token_id for token_id, spelled in enumerate(vocab) if not spelled}
+                self._unspelled = frozenset(unspelled.difference(self._eos_token_ids))
+                info = xgrammar.TokenizerInfo(
+                    vocab, vocab_size=self.vocab_size, stop_token_ids=self._eos_token_ids
                 )
                 self._compiler = xgrammar.GrammarCompiler(
-                    self._info, max_threads=1, cache_enabled=False, enable_dynamic_compilation=True
+                    info, max_threads=1, cache_enabled=False, enable_dynamic_compilation=True
                 )
 
     def try_out(self, grammar: Grammar) -> Trial:
@@ -119,9 +129,9 @@ class Grammars:
                 compiled = _compile(self._compiler, grammar)
             self._compiled[grammar] = compiled
             self._evict()
-            return Matcher(xgrammar.GrammarMatcher(compiled), self.vocab_size)
+            return Matcher(xgrammar.GrammarMatcher(compiled), self.vocab_size, self._unspelled)
         except (*GRAMMAR_ERRORS, ModelError):
-            return Matcher(None, self.vocab_size)
+            return Matcher(None, self.vocab_size, self._unspelled)
 
     def _evict(self) -> None:
         """Let go of what was used longest ago; a matcher keeps its own grammar alive."""
@@ -141,8 +151,11 @@ class Grammars:
 class Matcher:
     """Where one output stands in its grammar."""
 
-    def __init__(self, matcher: "xgrammar.GrammarMatcher | None", vocab_size: int) -> None:
+    def __init__(
+        self, matcher: "xgrammar.GrammarMatcher | None", vocab_size: int, unspelled: frozenset[int]
+    ) -> None:
         self._matcher = matcher
+        self._unspelled = unspelled
         self._num_settled = 0  # tokens of the output it has accepted for good
         self._num_words = -(-vocab_size // 32)
 
@@ -172,30 +185,37 @@ class Matcher:
             num_walked += row < num_drafts
         self._matcher.rollback(num_walked)
 
-    def num_allowed(self, output: NDArray[np.integer], drafts: list[int]) -> int:
-        """How many drafts may stand behind a settled output; an end counts, what follows it does not."""
+    def look_ahead(self, output: NDArray[np.integer], drafts: list[int]) -> tuple[int, list[int]]:
+        """How many drafts may stand behind a settled output, and the tokens that must follow those.
+
+        An end counts as a draft; nothing follows it.
+        """
         self._settle(output)
         if self._matcher is None:
-            return 0
+            return 0, []
         num_walked = 0
         for token_id in drafts:
-            if not self._matcher.accept_token(token_id):
+            if self._matcher.is_terminated() or not self._accepts(token_id):
                 break
             num_walked += 1
-            if self._matcher.is_terminated():
-                break
+        forced = [] if self._matcher.is_terminated() else self._matcher.find_jump_forward_tokens()
         self._matcher.rollback(num_walked)
-        return num_walked
+        return num_walked, forced
 
     def _walk(self, draft: int) -> bool:
         """Go behind a draft; False, and no step, if nothing can follow it."""
         assert self._matcher is not None
-        if not self._matcher.accept_token(draft):
+        if not self._accepts(draft):
             return False
         if self._matcher.is_terminated():
             self._matcher.rollback(1)
             return False
         return True
+
+    def _accepts(self, draft: int) -> bool:
+        assert self._matcher is not None
+        # of these the library would say in the log that it cannot accept them
+        return draft not in self._unspelled and self._matcher.accept_token(draft)
 
     def _settle(self, output: NDArray[np.integer]) -> None:
         for token_id in output[self._num_settled :].tolist():

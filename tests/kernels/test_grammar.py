@@ -50,8 +50,19 @@ def test_what_a_draft_was_leaves_no_trace(grammars: Grammars, tokenizer: Tokeniz
     for drafts in (ids[2:5], [letter, ids[2]], [EOS, ids[2]], []):
         masked(used, [*ids[:2], *drafts], len(drafts))
     assert torch.equal(masked(used, ids[:5], 0), masked(fresh, ids[:5], 0))
-    assert used.num_allowed(np.array(ids[:5]), [*ids[5:], EOS, ids[0]]) == len(ids) - 5 + 1
-    assert used.num_allowed(np.array(ids[:5]), [letter]) == 0
+    assert used.look_ahead(np.array(ids[:5]), [*ids[5:], EOS, ids[0]]) == (len(ids) - 5 + 1, [])
+    assert used.look_ahead(np.array(ids[:5]), [letter])[0] == 0
+
+
+def test_what_must_follow_is_found(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"city": {"const": "Paris"}}, "required": ["city"]}
+    tag = {"type": "sequence", "elements": [{"type": "const_string", "value": "So: "}]}
+    tag["elements"].append({"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1})
+    matcher = grammars.matcher(
+        Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
+    )
+    _, forced = matcher.look_ahead(np.array([], np.int32), [])
+    assert tokenizer.decode(forced).startswith("So:")
 
 
 def test_shards_mask_their_part(grammars: Grammars, tokenizer: Tokenizer) -> None:

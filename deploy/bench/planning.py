@@ -123,7 +123,8 @@ def _begin(num_running: int, num_steps: int, case: PlanningCase) -> tuple[Schedu
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=[0])
     plans: list[StepPlan] = []
     for index in range(num_running):
-        prompt_ids = [1 + index, *[1] * (PROMPT_LEN - 1)]
+        # Lengths differ, or all sequences would fill their pages in the same step.
+        prompt_ids = [1 + index, *[1] * (PROMPT_LEN - 1 - index % PAGE_SIZE)]
         submit = Submit(request_id=f"request-{index}", prompt_ids=prompt_ids, params=params)
         plans += [command for command in scheduler.handle(submit, 0.0) if isinstance(command, StepPlan)]
     return scheduler, plans[0]

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import grpc
 import httpx
 import jsonschema
@@ -159,6 +160,39 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == whole.choices[0].message.content
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     assert chunks[-1].usage == whole.usage
+
+
+def test_other_apis_say_the_same(client: openai.OpenAI, url: str) -> None:
+    chat = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=24)
+    response = client.responses.create(
+        model=MODEL, input=QUESTION[0]["content"], temperature=0, max_output_tokens=24
+    )
+    with (
+        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as other,
+        other.messages.stream(
+            model=MODEL, messages=QUESTION, max_tokens=24, extra_body={"temperature": 0}
+        ) as stream,
+    ):
+        text = "".join(stream.text_stream)
+    assert chat.choices[0].message.content == response.output_text == text
+
+
+def test_a_prompt_s_own_logprobs_are_told(client: openai.OpenAI) -> None:
+    said = client.completions.create(
+        model=MODEL,
+        prompt="The capital of France is Paris",
+        echo=True,
+        logprobs=1,
+        max_tokens=1,
+        temperature=0,
+    )
+    logprobs = said.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    first, *told = logprobs.token_logprobs
+    assert first is None
+    assert told[-2] > -4  # of Paris
+    assert all(logprob <= 0 for logprob in told)
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -66,7 +66,7 @@ chart: $(DEV_READY) ## the chart's README table, dashboard and golden renders, m
 bench: $(READY) ## throughput and latency of this checkout on this machine
 	@$(BIN)/python -m paceline.deploy.bench.peers --only paceline --only paceline-ngram $(ARGS)
 
-bench-peers: $(READY) ## the same beside vLLM's CPU build and transformers
+bench-peers: $(READY) ## the same beside vLLM's CPU build, llama.cpp and transformers
 	@$(BIN)/python -m paceline.deploy.bench.peers $(ARGS)
 
 clean: ## remove the environment and everything built

@@ -43,9 +43,10 @@ class Counters:
         num_rows = most = 0
         for chunk in plan.chunks:
             num_rows += chunk.num_rows
-            most = max(most, chunk.num_decided - 1)
+            if chunk.num_decided > most:
+                most = chunk.num_decided
         self.num_rows += num_rows
-        self.last_num_drafts = most
+        self.last_num_drafts = max(0, most - 1)
         place = (num_rows - 1).bit_length()
         while len(self.steps_by_rows) <= place:
             self.steps_by_rows.append(0)

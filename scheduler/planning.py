@@ -68,12 +68,11 @@ class Planner:
                 chunks.append(self._chunk(request, num_rows))
                 budget -= num_rows
         admits: list[Admit] = []
-        if len(self._queue) > 0:
-            self._admit(admits, chunks, budget, now)
+        if budget > 0 and len(self._queue) > 0:
+            budget = self._admit(admits, chunks, budget, now)
         release, self._release = self._release, []
-        num_rows = sum(chunk.num_rows for chunk in chunks)
-        self.pace.began(num_rows, now)
-        self._drafting.yields = room < num_free_rows and num_rows == num_decode_rows + room
+        self.pace.began(num_decode_rows + room - budget, now)
+        self._drafting.yields = budget == 0 and room < num_free_rows
         assert chunks, "there is work, so a plan must have a row"
         return StepPlan(step=step, release=release, admit=admits, chunks=chunks)
 
@@ -157,8 +156,8 @@ class Planner:
         self._queue.add(request)
         self.num_preemptions += 1
 
-    def _admit(self, admits: list[Admit], chunks: list[Chunk], budget: int, now: float) -> None:
-        """Let in whoever's turn it is; nobody overtakes one that does not fit yet.
+    def _admit(self, admits: list[Admit], chunks: list[Chunk], budget: int, now: float) -> int:
+        """Let in whoever's turn it is; nobody overtakes one that does not fit yet. Returns the rows left.
 
         Who needs a page that is being read for another waits until it is read: the choices of one request
         come together, and their prompt is read once.
@@ -196,6 +195,7 @@ class Planner:
             budget -= num_rows
         for request in held:
             self._queue.add(request)
+        return budget
 
     def _unread(self, request: Request) -> list[bytes]:
         """Keys of the full pages that will be known once a running request's prompt is read."""

@@ -31,7 +31,7 @@ class Kept(logging.Handler):
 
 @pytest.fixture
 def kept() -> Iterator[Kept]:
-    handler, logger = Kept(), logging.getLogger("paceline")
+    handler, logger = Kept(), logging.getLogger("paceline.requests")
     logger.addHandler(handler)
     level = logger.level
     logger.setLevel("INFO")

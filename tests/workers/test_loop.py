@@ -35,7 +35,9 @@ def test_rank_serves_plans_until_shutdown(path: Path) -> None:
     runner = Runner(path, make_config())
     thread = threading.Thread(target=run_rank, args=(hub.link("rank0"), runner), daemon=True)
     thread.start()
-    assert hub.recv(10) == ("rank0", Ready(rank=0, num_pages=runner.num_pages))
+    ready = Ready(rank=0, num_pages=runner.num_pages, step_costs=runner.step_costs)
+    assert hub.recv(10) == ("rank0", ready)
+    assert {num_rows for num_rows, _ in ready.step_costs} == {1, 8, 32}
     admit = Admit(1, [4, 5, 6], 3, SamplingParams(max_tokens=2, temperature=0))
     hub.send("rank0", StepPlan(step=1, admit=[admit], chunks=[Chunk(1, 0, 3, [], [0], 1)]))
     received = hub.recv(10)

@@ -168,7 +168,7 @@ print(peak.peak - before)
 """
 
 
-def test_loading_a_rank_peaks_below_1_3_of_its_part(tmp_path: Path) -> None:
+def test_loading_a_rank_peaks_little_above_its_part(tmp_path: Path) -> None:
     """Anonymous memory of a fresh process; pages of the mapped file are the page cache's, not ours."""
     path = make_checkpoint(
         tmp_path, "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=12, head_dim=128
@@ -179,4 +179,7 @@ def test_loading_a_rank_peaks_below_1_3_of_its_part(tmp_path: Path) -> None:
     )
     part_bytes = num_values * 4 // 2  # float32, half of the model
     assert part_bytes > 40e6
-    assert int(measured.stdout) < 1.3 * part_bytes
+    kept_bytes = (
+        48e6  # what the allocator may keep of the pieces it was given back, whatever the model's size
+    )
+    assert int(measured.stdout) < 1.1 * part_bytes + kept_bytes

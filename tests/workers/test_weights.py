@@ -1,6 +1,7 @@
 """Loading: what is refused and how it is said, and how little memory it takes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -168,14 +169,19 @@ print(peak.peak - before)
 """
 
 
-def test_loading_a_rank_peaks_little_above_its_part(tmp_path: Path) -> None:
+def test_loading_a_rank_peaks_below_1_3_of_its_part(tmp_path: Path) -> None:
     """Anonymous memory of a fresh process; pages of the mapped file are the page cache's, not ours."""
     path = make_checkpoint(
         tmp_path, "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=12, head_dim=128
     )
     num_values = sum(torch.Size(shape).numel() for shape in expected_shapes(ModelSpec.load(path)).values())
     measured = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _MEASURE, str(path)],
+        # a fixed threshold: glibc raises its own, and then keeps pieces that were given back
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     part_bytes = num_values * 4 // 2  # float32, half of the model
     assert part_bytes > 40e6

@@ -124,7 +124,7 @@ def generate(
     from .startup import StartupView
 
     if config.engine.tensor_parallel_size > 1:
-        from .serve import set_environment
+        from .ray_session import set_environment
 
         set_environment()  # Ray, which the next import brings, reads it only once
     from .generate import read_prompts, run_generate
@@ -171,7 +171,7 @@ def batch(
     if url is not None and replicas is not None:
         raise ConfigError("--url and --replicas exclude each other; leave one out")
     if url is None:
-        from .serve import set_environment
+        from .ray_session import set_environment
 
         set_environment()  # Ray reads it when it is imported
     options = BatchOptions(

@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 
 from ..cluster.errors import ConfigError, EngineError, PacelineError
-from .serve import APP_NAME, address_file, set_environment
+from .ray_session import address_file, set_environment
+from .serve import APP_NAME
 
 SWAP_TIMEOUT_S = 900.0  # a download and a load; the server itself gives up earlier
 

@@ -26,7 +26,7 @@ from .api.text import Detokenizer, Tokenizer
 from .assemble import start_engine, start_local_engine
 from .drafter_source import choose_drafter
 from .engine import Engine
-from .serve import start_ray
+from .ray_session import start_ray
 from .startup import StartupView
 
 

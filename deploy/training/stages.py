@@ -24,6 +24,8 @@ _SHOWN_SLOTS = 4
 _EVAL_TOKENS = 128  # per answer
 _LONGEST_EVAL_PROMPT = 512
 _LEAST_ROUND = 64  # prompts, of a preset that is scaled down
+_HELDOUT_SHARE = 0.04
+_LEAST_HELDOUT = 16  # prompts that one can expect of a round: their number is left to chance
 
 
 class FitView:
@@ -164,6 +166,7 @@ def run_preset(
     began_s = time.perf_counter()
     round_len = min(preset.round_len, max(_LEAST_ROUND, round(preset.round_len * scale)))
     settings = DataSettings(
+        heldout_share=max(_HELDOUT_SHARE, _LEAST_HELDOUT / round_len),
         tap_layer_ids=default_taps(TargetShape.load(model_path).num_layers, 5),
         prompts_file=None if prompts is None else str(prompts),
         round_len=round_len,

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from front import MODEL, ScriptedEngine, listening, scripted_front
+from front import MODEL, ScriptedEngine
 from openai_schemas import load, valid
 
 from paceline.cluster.errors import EngineError
@@ -27,26 +27,6 @@ EVENTS = {
     "response.failed": "ResponseFailedEvent",
     "error": "ResponseErrorEvent",
 }
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ScriptedEngine]]:
-    front, engine = scripted_front(tmp_path_factory.mktemp("model"))
-    with listening(front) as url:
-        yield url, engine
-
-
-@pytest.fixture
-def engine(served: tuple[str, ScriptedEngine]) -> Iterator[ScriptedEngine]:
-    before = dict(served[1].__dict__)
-    yield served[1]
-    served[1].__dict__.update(before)
-
-
-@pytest.fixture
-def http(served: tuple[str, ScriptedEngine]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served[0], trust_env=False) as it:
-        yield it
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from ..cluster.config import Config
 from ..kernels.backend import native_isa
-from ..kernels.dtypes import compute_dtype
+from ..kernels.dtypes import DTYPES, compute_dtype
 from ..workers.kv_cache import budget_bytes, count_pages, page_bytes
 from ..workers.layers import Partition
 from ..workers.spec import ModelSpec
@@ -48,7 +48,7 @@ def measure_fit(config: Config, path: Path, drafter_path: Path | None) -> Fit:
     spec.check_tensor_parallel(num_ranks)
     device = torch.device("cuda" if engine.device != "cpu" and torch.cuda.is_available() else "cpu")
     dtype = compute_dtype(config.model.dtype, device, engine.backend)
-    # Our own CPU kernels compute in float32 from weights that stay as they are stored.
+    # Our own CPU kernels compute in float32 from weights and pages that stay as they are stored.
     is_native = native_isa(device, engine.backend) is not None
     weight_bytes = _weight_bytes(path, dtype, keeps_bfloat16=is_native)
     if drafter_path is not None:  # whole on every rank
@@ -67,7 +67,8 @@ def measure_fit(config: Config, path: Path, drafter_path: Path | None) -> Fit:
     max_model_len = config.model.max_model_len or spec.max_model_len
     num_tokens = 0
     if needed <= available:
-        num_bytes = page_bytes(Partition(spec, 0, num_ranks), engine.page_size, dtype)
+        page_dtype = DTYPES[config.model.dtype] if is_native else dtype
+        num_bytes = page_bytes(Partition(spec, 0, num_ranks), engine.page_size, page_dtype)
         num_tokens = count_pages(rank_kv_bytes, num_bytes, engine.page_size, max_model_len) * engine.page_size
     return Fit(
         architecture=spec.architecture,

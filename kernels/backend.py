@@ -47,6 +47,10 @@ class Backend(Protocol):
         """
         ...
 
+    def page_dtype(self, configured: torch.dtype, computed: torch.dtype) -> torch.dtype:
+        """That of K/V pages, for a model configured in one dtype and computed in another."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last axis, accumulated in float32; x of any rank."""
         ...

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..cluster.choices import BackendChoice, Dtype
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES: dict[Dtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def compute_dtype(configured: Dtype, device: torch.device, backend: BackendChoice = "auto") -> torch.dtype:
@@ -18,7 +18,7 @@ def compute_dtype(configured: Dtype, device: torch.device, backend: BackendChoic
     """
     if device.type == "cpu" and (backend == "native" or not has_bfloat16_products()):
         return torch.float32
-    return _DTYPES[configured]
+    return DTYPES[configured]
 
 
 def narrowed(weight: Tensor) -> Tensor:

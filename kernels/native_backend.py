@@ -1,7 +1,8 @@
 """The back end for CPUs in kernels of our own (`native/`): float32, over weights in bfloat16 if they are.
 
 A weight whose every value is a bfloat16 is stored as such and expanded in registers: half the memory to read
-per step, and the same bits as from float32. What a row becomes depends on nothing but the row.
+per step, and the same bits as from float32. K/V pages are float32, or bfloat16, to which K and V are rounded
+when they are written. What a row becomes depends on nothing but the row.
 """
 
 import ctypes
@@ -30,6 +31,11 @@ class NativeBackend:
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> "NativeLinear":
         return NativeLinear(self._library, self._memory, weight, bias)
+
+    def page_dtype(self, configured: torch.dtype, computed: torch.dtype) -> torch.dtype:
+        """What is configured: half the memory to read and to keep, where that is bfloat16."""
+        del computed
+        return configured
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         width = x.shape[-1]
@@ -69,6 +75,7 @@ class NativeBackend:
             slots.data_ptr(),
             k_pages.data_ptr(),
             v_pages.data_ptr(),
+            _is_bfloat16(k_pages, v_pages),
         )
 
     def place_qkv(
@@ -100,6 +107,7 @@ class NativeBackend:
             rows.slots.data_ptr(),
             k_pages.data_ptr(),
             v_pages.data_ptr(),
+            _is_bfloat16(k_pages, v_pages),
             _num_threads(),
         )
         return qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
@@ -296,7 +304,7 @@ class NativeAttention:
         self._plan_at = ctypes.addressof(self._plan)
 
     def run(self, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
-        assert q.dtype == k_pages.dtype == torch.float32
+        assert q.dtype == torch.float32
         q = _rows_of_heads(q)
         out = torch.empty(q.shape)
         self._library.attention(
@@ -305,6 +313,7 @@ class NativeAttention:
             q.stride(0),
             k_pages.data_ptr(),
             v_pages.data_ptr(),
+            _is_bfloat16(k_pages, v_pages),
             out.data_ptr(),
             _num_threads(),
         )
@@ -314,6 +323,12 @@ class NativeAttention:
 def _rows_of_heads(x: Tensor) -> Tensor:
     """x [N, heads, D] with each row's heads in one piece; rows may lie apart."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _is_bfloat16(k_pages: Tensor, v_pages: Tensor) -> bool:
+    assert k_pages.dtype == v_pages.dtype
+    assert k_pages.dtype in (torch.bfloat16, torch.float32)
+    return k_pages.dtype == torch.bfloat16
 
 
 def _num_threads() -> int:

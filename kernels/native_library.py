@@ -47,13 +47,13 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "linear": ([_POINTER, _INT, _INT, _POINTER, _FLAG, _INT, _INT, _POINTER, _POINTER, _INT], None),
     "rms_norm": ([_POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _FLOAT, _POINTER, _INT], None),
     "rope": ([_POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT], None),
-    "write_kv": ([_POINTER, _INT, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER], None),
+    "write_kv": ([_POINTER, _INT, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER, _FLAG], None),
     "place_qkv": (
-        [_POINTER, *[_INT] * 4, *[_POINTER] * 4, _FLOAT, _POINTER, _POINTER, _POINTER, _INT],
+        [_POINTER, *[_INT] * 4, *[_POINTER] * 4, _FLOAT, _POINTER, _POINTER, _POINTER, _FLAG, _INT],
         None,
     ),
     "silu_and_mul": ([_POINTER, _INT, _INT, _POINTER, _INT], None),
-    "attention": ([_POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT], None),
+    "attention": ([_POINTER, _POINTER, _INT, _POINTER, _POINTER, _FLAG, _POINTER, _INT], None),
 }
 
 log = logging.getLogger(__name__)

@@ -19,6 +19,10 @@ class TorchBackend:
     def linear(self, weight: Tensor, bias: Tensor | None) -> PlainLinear | PackedLinear:
         return prepare_linear(weight, bias)
 
+    def page_dtype(self, configured: torch.dtype, computed: torch.dtype) -> torch.dtype:
+        del configured  # attention takes queries, keys and values of one dtype
+        return computed
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return elementwise.rms_norm(x, weight, eps)
 

@@ -12,7 +12,7 @@ from ..cluster.errors import ConfigError, ProtocolError
 from ..cluster.messages import Admit, Chunk, Decision, PromptScores, SamplingParams, StepPlan, StepResult
 from ..cluster.topology import threads_per_rank
 from ..kernels.backend import choose_backend
-from ..kernels.dtypes import compute_dtype
+from ..kernels.dtypes import DTYPES, compute_dtype
 from ..kernels.grammar import Grammars
 from .batch import Batch, build_batch
 from .calibration import time_steps
@@ -65,13 +65,15 @@ class Runner:
                 shape = tap_buffer_shape(tap_layer_ids, self.spec, config)
                 tap_buffer = torch.zeros(shape, dtype=dtype, device=self.device)
             self._taps = TapScratch(tap_layer_ids, tap_buffer)
-        one_page_bytes = page_bytes(partition, engine.page_size, dtype)
+        backend = choose_backend(self.device, engine.backend)
+        page_dtype = backend.page_dtype(DTYPES[config.model.dtype], dtype)
+        one_page_bytes = page_bytes(partition, engine.page_size, page_dtype)
         if self.device.type == "cpu":  # known before the weights are read: refuse early
             self.num_pages = self._count_pages(config, one_page_bytes)
         self._model = Decoder(
             model_path,
             partition,
-            choose_backend(self.device, engine.backend),
+            backend,
             self._collectives,
             max_len=self.max_model_len,
             dtype=dtype,
@@ -84,11 +86,11 @@ class Runner:
         if self.device.type == "cpu":
             num_warm_rows = min(num_warm_rows, _WARM_UP_ROWS)
         num_warm_pages = -(-num_warm_rows // engine.page_size)
-        self._kv_cache = KvCache(partition, num_warm_pages, engine.page_size, dtype, self.device)
+        self._kv_cache = KvCache(partition, num_warm_pages, engine.page_size, page_dtype, self.device)
         self.step_costs = self._warm_up(num_warm_rows, num_warm_pages, measures=engine.needs_step_costs)
         if self.device.type != "cpu":
             self.num_pages = self._count_pages(config, one_page_bytes)
-        self._kv_cache = KvCache(partition, self.num_pages, engine.page_size, dtype, self.device)
+        self._kv_cache = KvCache(partition, self.num_pages, engine.page_size, page_dtype, self.device)
         self._last_step = 0
 
     @property

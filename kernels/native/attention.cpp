@@ -22,7 +22,7 @@ constexpr int kVectors = kBlock / kWidth;
 constexpr int64_t kPart = 512;     // keys
 constexpr int64_t kQueries = 48;   // of a tile: rows times heads of a group
 constexpr int64_t kMaxDim = 256;   // of a head
-constexpr int64_t kLine = 16;      // floats of a cache line
+constexpr int64_t kLine = 64;      // bytes of a cache line
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 }  // namespace
@@ -47,11 +47,12 @@ struct AttentionPlan {
 
 namespace {
 
+template <class Element>  // of the pages: float or Bfloat16
 struct Layer {
     const float* q;  // [rows, heads, head_dim], rows q_stride apart
     int64_t q_stride;
-    const float* k_pages;
-    const float* v_pages;
+    const Element* k_pages;
+    const Element* v_pages;
     float* out;  // [rows, heads, head_dim]
 };
 
@@ -127,7 +128,7 @@ struct Product {
             tile.high[row] = load(at + row * out_stride + kWidth);
         }
         accumulate(tile, x + first * x_stride, x_stride, num_k, [this](int64_t k, Vector& low, Vector& high) {
-            const float* column = columns(k);
+            const auto* column = columns(k);
             low = load(column);
             high = load(column + kWidth);
         });
@@ -145,9 +146,10 @@ void add_product(int64_t num_rows, const float* x, int64_t x_stride, int64_t num
 }
 
 // The rows of one tile with one K/V head, and the memory they are computed in.
+template <class Element>
 class TileAttention {
 public:
-    TileAttention(const AttentionPlan& plan, const Layer& layer, int64_t tile, int64_t kv_head)
+    TileAttention(const AttentionPlan& plan, const Layer<Element>& layer, int64_t tile, int64_t kv_head)
         : plan_(plan), layer_(layer), kv_head_(kv_head), chunk_(plan.tile_chunks[tile]) {
         const int64_t first = plan.tile_firsts[tile];
         num_rows_ = std::min(plan.tile_len, plan.query_lens[chunk_] - first);
@@ -202,8 +204,8 @@ private:
 
     // Keys [block, block + kBlock), of which only [begin, end) are seen by some row: others are never read.
     void attend_block(int64_t block, int64_t begin, int64_t end, Partial& partial) {
-        const float* k_rows[kBlock];
-        const float* v_rows[kBlock];
+        const Element* k_rows[kBlock];
+        const Element* v_rows[kBlock];
         locate(block, begin, end, k_rows, v_rows);
         const int64_t num_panels = (end - block + kPanel - 1) / kPanel, first_panel = (begin - block) / kPanel;
         transpose_keys(k_rows, v_rows, first_panel * kPanel, num_panels * kPanel);
@@ -217,7 +219,7 @@ private:
         }
         for (int64_t query = 0; query < num_queries_; query++) weigh(query, block, partial);
         fetch_keys(end, std::min(end_, end + kBlock));
-        const float* const* rows = v_rows + (begin - block);
+        const Element* const* rows = v_rows + (begin - block);
         for (int64_t column = 0; column < padded_dim_; column += kPanel)
             add_product(num_queries_, scores_ + (begin - block), kBlock, end - begin,
                         partial.weighted + column, padded_dim_,
@@ -225,8 +227,8 @@ private:
     }
 
     // Where the block's K and V rows are, each followed by whole vectors; zeros for keys that nobody sees.
-    void locate(int64_t block, int64_t begin, int64_t end, const float** k_rows, const float** v_rows) {
-        static const float zeros[kMaxDim] = {};
+    void locate(int64_t block, int64_t begin, int64_t end, const Element** k_rows, const Element** v_rows) {
+        static const Element zeros[kMaxDim] = {};
         const bool is_padded = padded_dim_ != plan_.head_dim;
         for (int64_t key = 0; key < kBlock; key++) {
             const int64_t position = block + key;
@@ -244,9 +246,9 @@ private:
         }
     }
 
-    const float* pad(const float* row, float* to) const {
+    const Element* pad(const Element* row, Element* to) const {
         std::copy_n(row, plan_.head_dim, to);
-        std::fill(to + plan_.head_dim, to + padded_dim_, 0.0f);
+        std::fill(to + plan_.head_dim, to + padded_dim_, Element{});
         return to;
     }
 
@@ -260,13 +262,14 @@ private:
     // Ask memory for the keys of the next block while this one's values are summed.
     void fetch_keys(int64_t begin, int64_t end) const {
         for (int64_t position = begin; position < end; position++) {
-            const float* row = layer_.k_pages + place_of(position);
-            for (int64_t dim = 0; dim < plan_.head_dim; dim += kLine) __builtin_prefetch(row + dim);
+            const Element* row = layer_.k_pages + place_of(position);
+            for (int64_t dim = 0; dim < plan_.head_dim; dim += kLine / sizeof(Element))
+                __builtin_prefetch(row + dim);
         }
     }
 
     // keys_ [head_dim, kBlock]; meanwhile memory is asked for the values.
-    void transpose_keys(const float* const* k_rows, const float* const* v_rows, int64_t first, int64_t end) {
+    void transpose_keys(const Element* const* k_rows, const Element* const* v_rows, int64_t first, int64_t end) {
         for (int64_t key = first; key < end; key += kWidth)
             for (int64_t dim = 0; dim < plan_.head_dim; dim += kWidth) {
                 Vector square[kWidth];
@@ -317,18 +320,19 @@ private:
     }
 
     const AttentionPlan& plan_;
-    const Layer& layer_;
+    const Layer<Element>& layer_;
     int64_t kv_head_, chunk_, num_rows_, first_row_, first_position_, group_, num_queries_, padded_dim_;
     int64_t begin_, end_;  // keys that some row of the tile sees
     alignas(64) float q_[kQueries * kMaxDim];
     alignas(64) float keys_[kMaxDim * kBlock];
     alignas(64) float scores_[kQueries * kBlock];
-    alignas(64) float k_padded_[kBlock * kMaxDim];
-    alignas(64) float v_padded_[kBlock * kMaxDim];
+    alignas(64) Element k_padded_[kBlock * kMaxDim];
+    alignas(64) Element v_padded_[kBlock * kMaxDim];
 };
 
-void attend(const AttentionPlan& plan, const Layer& layer, int64_t item) {
-    TileAttention tile(plan, layer, item / plan.num_kv_heads, item % plan.num_kv_heads);
+template <class Element>
+void attend(const AttentionPlan& plan, const Layer<Element>& layer, int64_t item) {
+    TileAttention<Element> tile(plan, layer, item / plan.num_kv_heads, item % plan.num_kv_heads);
     Partial whole, part;
     tile.attend_part(tile.first_part(), whole);
     for (int64_t i = tile.first_part() + 1; i < tile.end_part(); i++) {
@@ -338,12 +342,20 @@ void attend(const AttentionPlan& plan, const Layer& layer, int64_t item) {
     tile.write(whole);
 }
 
+template <class Element>
+void attend_all(const AttentionPlan& plan, const float* q, int64_t q_stride, const void* k_pages,
+                const void* v_pages, float* out, int64_t num_threads) {
+    const Layer<Element> layer{q, q_stride, static_cast<const Element*>(k_pages),
+                               static_cast<const Element*>(v_pages), out};
+    const int64_t num_items = plan.num_tiles * plan.num_kv_heads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_threads > 1 && num_items > 1)
+    for (int64_t item = 0; item < num_items; item++) attend(plan, layer, item);
+}
+
 }  // namespace
 
-extern "C" void attention(const AttentionPlan* plan, const float* q, int64_t q_stride, const float* k_pages,
-                          const float* v_pages, float* out, int64_t num_threads) {
-    const Layer layer{q, q_stride, k_pages, v_pages, out};
-    const int64_t num_items = plan->num_tiles * plan->num_kv_heads;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_threads > 1 && num_items > 1)
-    for (int64_t item = 0; item < num_items; item++) attend(*plan, layer, item);
+extern "C" void attention(const AttentionPlan* plan, const float* q, int64_t q_stride, const void* k_pages,
+                          const void* v_pages, bool is_bfloat16, float* out, int64_t num_threads) {
+    const auto run = is_bfloat16 ? attend_all<Bfloat16> : attend_all<float>;
+    run(*plan, q, q_stride, k_pages, v_pages, out, num_threads);
 }

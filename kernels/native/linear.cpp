@@ -24,7 +24,7 @@ struct Float32 {
     }
 };
 
-struct Bfloat16 {
+struct Bfloat16Pairs {
     static constexpr int64_t kRowBytes = 2 * kPanel;
     static void expand(const char* at, Vector& low, Vector& high) {
         Bits pairs;
@@ -139,7 +139,7 @@ void linear(const float* x, int64_t x_stride, int64_t num_rows, const char* pack
             int64_t num_in, int64_t num_out, const float* bias, float* y, int64_t num_threads) {
     const Product product{x, x_stride, num_in, num_out, bias, y};
     if (is_bfloat16)
-        multiply<Bfloat16>(product, num_rows, packed, num_threads);
+        multiply<Bfloat16Pairs>(product, num_rows, packed, num_threads);
     else
         multiply<Float32>(product, num_rows, packed, num_threads);
 }

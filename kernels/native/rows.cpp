@@ -61,33 +61,37 @@ void rope(const float* x, int64_t x_stride, int64_t num_rows, int64_t num_heads,
                         head_dim / 2, out + (row * num_heads + head) * head_dim);
 }
 
-// k and v [num_rows, width], rows so far apart, to slots of the pages [slots, width].
+// k and v [num_rows, width], rows so far apart, to slots of the pages [slots, width], float or bfloat16.
 void write_kv(const float* k, int64_t k_stride, const float* v, int64_t v_stride, int64_t num_rows,
-              int64_t width, const int64_t* slots, float* k_pages, float* v_pages) {
-    for (int64_t row = 0; row < num_rows; row++) {
-        std::memcpy(k_pages + slots[row] * width, k + row * k_stride, width * sizeof(float));
-        std::memcpy(v_pages + slots[row] * width, v + row * v_stride, width * sizeof(float));
-    }
+              int64_t width, const int64_t* slots, void* k_pages, void* v_pages, bool is_bfloat16) {
+    const auto write = [=](auto* k_out, auto* v_out) {
+        for (int64_t row = 0; row < num_rows; row++) {
+            narrow(k + row * k_stride, width, k_out + slots[row] * width);
+            narrow(v + row * v_stride, width, v_out + slots[row] * width);
+        }
+    };
+    if (is_bfloat16)
+        write(static_cast<Bfloat16*>(k_pages), static_cast<Bfloat16*>(v_pages));
+    else
+        write(static_cast<float*>(k_pages), static_cast<float*>(v_pages));
 }
 
 // qkv [num_rows, (num_heads + 2 num_kv_heads) * head_dim]: q and k are normed per head where q_norm is not
-// null, and rotated; q stays in place, k and v go to their slots of the pages.
+// null, and rotated, in place; k and v go to their slots of the pages.
 void place_qkv(float* qkv, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                const int64_t* positions, const float* cos_sin, const float* q_norm, const float* k_norm,
-               float eps, const int64_t* slots, float* k_pages, float* v_pages, int64_t num_threads) {
+               float eps, const int64_t* slots, void* k_pages, void* v_pages, bool is_bfloat16,
+               int64_t num_threads) {
     const int64_t width = (num_heads + 2 * num_kv_heads) * head_dim, kv_width = num_kv_heads * head_dim;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows * width > kMinThreadWork)
     for (int64_t row = 0; row < num_rows; row++) {
-        float* const k_out = k_pages + slots[row] * kv_width;
         for (int64_t head = 0; head < num_heads + num_kv_heads; head++) {
-            const bool is_query = head < num_heads;
             float* const x = qkv + row * width + head * head_dim;
-            if (q_norm) norm_row(x, nullptr, is_query ? q_norm : k_norm, head_dim, eps, x);
-            rotate_head(x, cos_sin + positions[row] * head_dim, head_dim / 2,
-                        is_query ? x : k_out + (head - num_heads) * head_dim);
+            if (q_norm) norm_row(x, nullptr, head < num_heads ? q_norm : k_norm, head_dim, eps, x);
+            rotate_head(x, cos_sin + positions[row] * head_dim, head_dim / 2, x);
         }
-        std::memcpy(v_pages + slots[row] * kv_width, qkv + (row + 1) * width - kv_width,
-                    kv_width * sizeof(float));
+        const float* const k = qkv + row * width + num_heads * head_dim;
+        write_kv(k, 0, k + kv_width, 0, 1, kv_width, slots + row, k_pages, v_pages, is_bfloat16);
     }
 }
 

@@ -72,6 +72,28 @@ inline float sum(Vector v) {
 
 inline float largest_of(Vector v) { return fold(v, larger); }
 
+// A float's upper half.
+typedef uint16_t Bfloat16;
+typedef Bfloat16 HalfVector __attribute__((vector_size(2 * kWidth)));
+
+inline Vector load(const Bfloat16* from) {
+    HalfVector v;
+    std::memcpy(&v, from, sizeof v);
+    return (Vector)(__builtin_convertvector(v, Bits) << 16);
+}
+
+// Rounded to the nearest, ties to even; NaN stays NaN.
+inline void narrow(const float* from, int64_t length, Bfloat16* to) {
+    for (int64_t i = 0; i < length; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, from + i, sizeof bits);
+        const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        to[i] = Bfloat16((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    }
+}
+
+inline void narrow(const float* from, int64_t length, float* to) { std::memcpy(to, from, length * sizeof(float)); }
+
 // Calls body(i, count) for the vectors of a row: count is kWidth, known to the compiler, but for the last.
 template <class Body>
 inline void for_vectors(int64_t length, Body body) {

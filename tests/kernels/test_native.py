@@ -16,6 +16,7 @@ from paceline.cluster.errors import ConfigError
 from paceline.kernels import backend, dtypes, native_library, reference
 from paceline.kernels.native_backend import NativeBackend, WeightMemory
 from paceline.kernels.native_library import Isa
+from paceline.kernels.rows import Rows
 from paceline.kernels.torch_backend import TorchBackend
 
 pytestmark = pytest.mark.skipif(not back_ends.ISAS, reason="this CPU has neither AVX2 nor AVX-512")
@@ -96,6 +97,52 @@ def test_a_value_that_is_not_finite_is_never_hidden(isa: Isa, bad: float) -> Non
     assert native.rms_norm(x, torch.ones(64), 1e-5).isfinite().all(1).tolist() == [True, False, True]
     if bad != float("-inf"):  # of which silu is 0
         assert native.silu_and_mul(x).isfinite().all(1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("isa", back_ends.ISAS)
+@pytest.mark.parametrize("head_dim", [64, 24])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 70)])
+def test_pages_in_bfloat16_give_the_bits_of_their_values_in_float32(
+    isa: Isa, head_dim: int, causal: bool, window: int | None
+) -> None:
+    native = NativeBackend(isa)
+    lens = [(1, 300), (5, 40), (40, 90)]  # (query_len, context_len)
+    tables = torch.randperm(60).view(3, 20)
+    rows = Rows(
+        positions=torch.cat([torch.arange(context - query, context) for query, context in lens]),
+        slots=torch.arange(46),
+        query_lens=[query for query, _ in lens],
+        context_lens=[context for _, context in lens],
+        page_tables=tables,
+    )
+    k_pages, v_pages = torch.randn(2, 60, 16, 2, head_dim).bfloat16()
+    q = torch.randn(46, 6, head_dim)
+    plan = native.plan_attention(
+        rows, num_heads=6, num_kv_heads=2, head_dim=head_dim, page_size=16, causal=causal, window=window
+    )
+    narrow = plan.run(q, k_pages, v_pages).clone()
+    assert torch.equal(narrow, plan.run(q, k_pages.float(), v_pages.float()))
+
+
+@pytest.mark.parametrize("isa", back_ends.ISAS)
+def test_keys_and_values_are_rounded_as_torch_rounds(isa: Isa) -> None:
+    native = NativeBackend(isa)
+    odd = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 3.4e38, 1.00390625])
+    values = torch.cat([odd, torch.randn(2 * 5 * 3 * 24 - len(odd))]).view(2, 5, 3, 24)
+    slots = torch.tensor([7, 0, 31, 16, 2])
+    pages = torch.zeros(2, 2, 16, 3, 24, dtype=torch.bfloat16)
+    native.write_kv(values[0], values[1], pages[0], pages[1], slots)
+    torch.testing.assert_close(
+        pages.view(2, 32, 3, 24)[:, slots], values.bfloat16(), atol=0, rtol=0, equal_nan=True
+    )
+
+    wide, narrow = torch.zeros(2, 2, 16, 3, 24), torch.zeros(2, 2, 16, 3, 24, dtype=torch.bfloat16)
+    rows = Rows(torch.arange(5), slots, [5], [5], torch.tensor([[0, 1]]))
+    qkv, cos_sin = torch.randn(5, 12 * 24), torch.randn(5, 24)
+    norms = (torch.randn(24), torch.randn(24))
+    q = native.place_qkv(qkv.clone(), rows, cos_sin, wide[0], wide[1], norms, 1e-5)
+    assert torch.equal(q, native.place_qkv(qkv.clone(), rows, cos_sin, narrow[0], narrow[1], norms, 1e-5))
+    assert torch.equal(narrow, wide.bfloat16())
 
 
 def test_pieces_of_weight_memory_are_apart_and_aligned() -> None:

@@ -114,7 +114,7 @@ def data(
 
 @train_app.command()
 def fit(
-    data: Annotated[Path, typer.Option(help="Directory of the data.")],
+    data: Annotated[list[Path], typer.Option(help="Directory of data; may be repeated.")],
     out: Annotated[Path, typer.Option(help="Directory of the training; continued if it has some.")],
     model: Model = "default",
     layers: Annotated[int, typer.Option(min=1, help="Layers of the drafter.")] = 2,
@@ -165,7 +165,9 @@ def fit(
 @train_app.command(name="eval")
 def evaluate(
     drafter: Annotated[list[str], typer.Option(help="DIR, DIR+ngram, ngram; may be repeated.")],
-    data: Annotated[Path | None, typer.Option(help="Its held-out prompts are the chats.")] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option(help="Its held-out prompts are the chats; may be repeated.")
+    ] = None,
     model: Model = "default",
     temperature: Annotated[list[float] | None, typer.Option(help="May be repeated; none: 0.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts per domain, at most.")] = 200,
@@ -187,7 +189,7 @@ def evaluate(
     path = resolve_target(model)
     flags = {"dtype": dtype, "device": device, "num_threads": threads, "max_num_seqs": places}
     longest = min(max_prompt_len, TargetShape.load(path).max_len - max_tokens)
-    prompts = gather_prompts(data, Tokenizer.load(path), limit, longest)
+    prompts = gather_prompts(data or [], Tokenizer.load(path), limit, longest)
     scores = run(load_config(flags=flags), path, drafter, prompts, temperature or [0.0], max_tokens)
     print(table(scores))
     if out is not None:

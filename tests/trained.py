@@ -1,6 +1,7 @@
 """A tiny target with a tokenizer and a chat template, and training data made by it, for tests."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from tiny import make_checkpoint
 from paceline.deploy.api.text import Tokenizer
 from paceline.deploy.training.writer import TargetWriter
 from paceline.drafter.training.data import DataProgress, DataSettings, make_data
+from paceline.drafter.training.shape import target_digest
 
 TAP_LAYER_IDS = (0, 1)
 CPU = torch.device("cpu")
@@ -60,6 +62,7 @@ def settings_of(**changes: object) -> DataSettings:
 
 def fill(directory: Path, target: Path, settings: DataSettings, num_tokens: int) -> list[DataProgress]:
     """Make data of a tiny target; returns what was reported."""
+    settings = replace(settings, target_digest=target_digest(target))
     reports: list[DataProgress] = []
     make_data(
         directory,

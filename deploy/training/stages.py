@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ...cluster.errors import ConfigError
 from ...drafter.training.curves import StepRecord
 from ...drafter.training.data import DataProgress, DataSettings, default_taps, make_data
 from ...drafter.training.fit import FitPace, FitSettings, Fitted, Ranks, fit
-from ...drafter.training.shape import TargetShape
+from ...drafter.training.shape import TargetShape, target_digest
 from ..api.text import Tokenizer
 from .presets import PRESETS
 from .writer import TargetWriter
@@ -69,7 +70,7 @@ def describe(record: StepRecord, num_steps: int) -> str:
 
 
 def run_fit(
-    data: Path,
+    data: Sequence[Path],
     model_path: Path,
     out: Path,
     settings: FitSettings,
@@ -121,6 +122,7 @@ def run_data(
     max_minutes: float | None = None,
 ) -> None:
     """Write answers and tap rows until there are `num_tokens`; a line per shard."""
+    settings = replace(settings, target_digest=target_digest(model_path))
     settings.check()
     writer = TargetWriter(
         model_path,
@@ -187,7 +189,7 @@ def run_preset(
         )
     print(f"data: {(time.perf_counter() - began_s) / 60:.1f} min", flush=True)
     fit_settings = replace(preset.fit, batch_size=max(2, round(preset.fit.batch_size * scale**0.5)))
-    run_fit(out / "data", model_path, out / "fit", fit_settings, preset.pace, device, num_workers=1)
+    run_fit([out / "data"], model_path, out / "fit", fit_settings, preset.pace, device, num_workers=1)
     if missing := [part for part in ("msgspec", "zmq") if importlib.util.find_spec(part) is None]:
         print(
             f"not evaluated in the engine, for lack of {', '.join(missing)}; run `paceline train eval` later"
@@ -202,7 +204,7 @@ def run_preset(
         model=ModelConfig(dtype="float32" if dtype == torch.float32 else "bfloat16"),
         engine=EngineConfig(max_num_seqs=preset.eval_places, num_threads=torch.get_num_threads()),
     )
-    prompts_of = gather_prompts(out / "data", Tokenizer.load(model_path), limit, longest)
+    prompts_of = gather_prompts([out / "data"], Tokenizer.load(model_path), limit, longest)
     drafter = str(out / "fit" / "drafter")
     scores = evaluate(
         config, model_path, [drafter, "ngram", f"{drafter}+ngram"], prompts_of, [0.0, 1.0], _EVAL_TOKENS

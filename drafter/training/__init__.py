@@ -3,6 +3,7 @@
     prompts.py     what is asked: a file of chats, or questions the target invents itself
     writing.py     what is asked of the target, and what it gives back
     shards.py      answers and tap rows on disk, memory-mapped, each file written once
+    corpus.py      what a training reads, of one data directory or several
     data.py        prompts -> answers -> shards, resumable after a kill at any moment
     network.py     the drafter as a trainable module; the formulas of `drafter/dflash.py`
     blocks.py      anchors, labels and masks of a training batch

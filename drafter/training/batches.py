@@ -32,16 +32,17 @@ class Batch:
 
 
 class Examples:
-    """Every sequence of some shards that has something to draft."""
+    """Every sequence of some shards that has something to draft, the first of each prompt."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        self._shards = shards
-        self._where = [
-            (shard, index)
-            for shard in shards
-            for index, answer_len in enumerate(shard.answer_lens)
-            if answer_len >= 2
-        ]
+        first: dict[bytes, tuple[Shard, int]] = {}
+        for shard in shards:
+            for index, (prompt, answer_len) in enumerate(
+                zip(shard.prompts(), shard.answer_lens, strict=True)
+            ):
+                if answer_len >= 2:
+                    first.setdefault(prompt.numpy().tobytes(), (shard, index))
+        self._where = list(first.values())
         if not self._where:
             raise ConfigError("no answer of these data has two tokens; make data with longer answers")
 
@@ -62,11 +63,8 @@ class Examples:
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """int64 [vocab]: how often each token occurs in the answers."""
-        counts = torch.zeros(vocab_size, dtype=torch.int64)
-        for shard in self._shards:
-            for answer in shard.answers():
-                counts += torch.bincount(answer.long(), minlength=vocab_size)
-        return counts
+        answers = [shard.answer(place).long() for shard, place in self._where]
+        return torch.bincount(torch.cat(answers), minlength=vocab_size)
 
 
 def plan_pass(lens: Sequence[int], batch_size: int, seed: int, number: int) -> list[list[int]]:

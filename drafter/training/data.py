@@ -53,6 +53,7 @@ class DataSettings:
     sampled_share: float = 0.5  # of the training answers; the others and all held-out ones are greedy
     temperature: float = 0.7
     seed: int = 0
+    target_digest: str | None = None  # of the model that answers
 
     @property
     def max_len(self) -> int:
@@ -129,13 +130,8 @@ def make_data(
 
 
 def find_shards(directory: Path, split: Split) -> list[Shard]:
-    """Open a split's shards, in order; ConfigError when there are none."""
-    paths = sorted(directory.glob(f"round-*.{split}-*.safetensors"))
-    if not paths:
-        raise ConfigError(
-            f"{directory} has no {split} data; make some with `paceline train data --out {directory}`"
-        )
-    return [Shard(path) for path in paths]
+    """Open the shards of a split that are whole, in order."""
+    return [Shard(path) for path in sorted(directory.glob(f"round-*.{split}-*.safetensors"))]
 
 
 def find_prompts(directory: Path, split: Split) -> list[Prompt]:
@@ -163,10 +159,11 @@ def _take_settings(directory: Path, settings: DataSettings) -> None:
         partial.write_text(json.dumps(wanted, indent=1) + "\n")
         publish(partial, file)
     found = read_settings(directory)
-    if different := [name for name in wanted if found.get(name) != wanted[name]]:
+    known = [name for name in wanted if name in found]  # an older directory may lack some
+    if different := [name for name in known if found[name] != wanted[name]]:
         name = different[0]
         raise ConfigError(
-            f"{directory} was begun with {name} = {found.get(name)!r}, not {wanted[name]!r}; "
+            f"{directory} was begun with {name} = {found[name]!r}, not {wanted[name]!r}; "
             "keep the setting or choose another directory"
         )
 

@@ -1,5 +1,6 @@
 """The loop that trains a drafter, in one process or as one of many.
 
+    OUT/shards.json         what is read; a directory that grows meanwhile changes nothing
     OUT/state.safetensors   to go on from, replaced at every checkpoint
     OUT/log.csv, walk.csv   the curves; `curves.png` is drawn from them
     OUT/drafter/            the result, in the published layout
@@ -11,7 +12,7 @@ with the same command ends with the weights of one that was not (bit for bit on 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from ...kernels.dtypes import has_bfloat16_products
 from ..target import Target
 from .batches import Batch, Examples, steps_per_pass, training_batches
 from .blocks import slot_weights
+from .corpus import note_shards, open_corpus
 from .curves import Curves, StepRecord
-from .data import find_shards, read_settings
 from .export import export_drafter, write_config
 from .head import TrainingHead
 from .initial import drafter_config, pick_mask_token, start_from_drafter, start_from_target
@@ -108,7 +109,7 @@ class Fitted:
 
 
 def fit(
-    data: Path,
+    data: Sequence[Path],
     model_path: Path,
     out: Path,
     settings: FitSettings,
@@ -117,7 +118,7 @@ def fit(
     report: Callable[[StepRecord, int], None],
     ranks: Ranks | None = None,
 ) -> Fitted:
-    """Train on `data` to the end of the schedule and export to `out`/drafter.
+    """Train on the directories `data` to the end of the schedule and export to `out`/drafter.
 
     `report` gets the logged steps and the number of all. With several ranks `out` is shared; rank 0 writes.
     """
@@ -133,7 +134,7 @@ class Trainer:
 
     def __init__(
         self,
-        data: Path,
+        data: Sequence[Path],
         model_path: Path,
         out: Path,
         settings: FitSettings,
@@ -141,8 +142,12 @@ class Trainer:
         ranks: Ranks,
     ) -> None:
         self.settings, self.device, self.ranks, self.out = settings, device, ranks, out
-        self.examples = Examples(find_shards(data, "train"))
-        self.heldout = Examples(find_shards(data, "heldout"))
+        if ranks.rank == 0:
+            note_shards(data, out / "shards.json")
+        if ranks.size > 1:
+            dist.barrier()
+        corpus = open_corpus(data, out / "shards.json", model_path)
+        self.examples, self.heldout = corpus.train, corpus.heldout
         shape = TargetShape.load(model_path)
         target = Target.load(model_path, shape.max_len, torch.float32, torch.device("cpu"))
         counts = self.examples.token_counts(shape.vocab_size)
@@ -155,7 +160,7 @@ class Trainer:
                 shape,
                 num_layers=settings.num_layers,
                 block_size=settings.block_size,
-                tap_layer_ids=tuple(read_settings(data)["tap_layer_ids"]),
+                tap_layer_ids=corpus.tap_layer_ids,
                 mask_token_id=mask_token_id,
             ),
             target,

@@ -4,6 +4,7 @@ Every process reads the data and `out` by the same path, so with several nodes b
 worker that dies ends the attempt; the next one goes on from the last checkpoint.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ MAX_FAILURES = 3
 
 
 def fit_on_ray(
-    data: Path,
+    data: Sequence[Path],
     model_path: Path,
     out: Path,
     settings: FitSettings,
@@ -30,7 +31,7 @@ def fit_on_ray(
 ) -> None:
     """Train in `num_workers` processes, a GPU each or none, on the Ray of this machine or RAY_ADDRESS."""
     plan = {
-        "data": str(data.resolve()),
+        "data": [str(directory.resolve()) for directory in data],
         "model_path": str(model_path.resolve()),
         "out": str(out.resolve()),
         "settings": asdict(settings),
@@ -61,7 +62,7 @@ def _work(plan: dict[str, Any]) -> None:
     device = get_device()
     assert isinstance(device, torch.device), "one device for each process"
     fit(
-        Path(plan["data"]),
+        [Path(directory) for directory in plan["data"]],
         Path(plan["model_path"]),
         Path(plan["out"]),
         FitSettings(**plan["settings"]),

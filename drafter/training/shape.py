@@ -1,8 +1,10 @@
 """The target's shape, as far as a drafter that starts as its last layers takes it over."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...cluster.checkpoint import Checkpoint
 from ...cluster.config_json import ConfigJson
 from ...cluster.rope_spec import RopeSpec
 
@@ -45,3 +47,18 @@ class TargetShape:
                 token_id for ids in named for token_id in (ids if isinstance(ids, list) else [ids])
             ),
         )
+
+
+def target_digest(model_path: Path) -> str:
+    """Tells a target from another of the same shape: a hash of its last layer's norms and first projection.
+
+    Raises ModelError for missing weights.
+    """
+    last = TargetShape.load(model_path).num_layers - 1
+    parts = ("self_attn.q_proj", "input_layernorm", "post_attention_layernorm")
+    names = (*(f"model.layers.{last}.{part}.weight" for part in parts), "model.norm.weight")
+    digest = hashlib.sha256()
+    with Checkpoint(model_path) as checkpoint:
+        for name in names:
+            digest.update(checkpoint.tensor(name).float().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -88,10 +88,14 @@ class Shard:
         _, num_taps, hidden_size = self._taps.shape
         return num_taps, hidden_size
 
-    def answers(self) -> Iterator[Tensor]:
-        """Token ids of every answer."""
-        for (begin, end), prompt_len in zip(pairwise(self._offsets), self._prompt_lens, strict=True):
-            yield self._token_ids[begin + prompt_len : end]
+    def prompts(self) -> Iterator[Tensor]:
+        """Token ids of every prompt."""
+        for begin, prompt_len in zip(self._offsets, self._prompt_lens, strict=False):
+            yield self._token_ids[begin : begin + prompt_len]
+
+    def answer(self, index: int) -> Tensor:
+        """Its token ids."""
+        return self._token_ids[self._offsets[index] + self._prompt_lens[index] : self._offsets[index + 1]]
 
 
 def write_shard(

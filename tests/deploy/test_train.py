@@ -65,7 +65,7 @@ def test_a_bare_machine_makes_data_and_trains(tmp_path: Path, target: Path, chat
             ["train", "data", "--out", "x", "--dtype", "int8", "--model", "MODEL"],
             "choose float32 or bfloat16",
         ),
-        (["train", "fit", "--data", "nothing", "--out", "x", "--model", "MODEL"], "has no train data"),
+        (["train", "fit", "--data", "nothing", "--out", "x", "--model", "MODEL"], "is no data directory"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_remedy(
@@ -129,7 +129,7 @@ def test_ray_train_runs_two_workers(tmp_path: Path, target: Path, chats: Path) -
     fill(tmp_path / "d", target, settings_of(prompts_file=str(chats), round_len=60), 10**9)
     settings = FitSettings(block_size=4, mask_token_id=500, passes=6.0, batch_size=4, num_anchors=8, lr=3e-3)
 
-    fit_on_ray(tmp_path / "d", target, tmp_path / "f", settings, FitPace(log_every=5), 2, use_gpu=False)
+    fit_on_ray([tmp_path / "d"], target, tmp_path / "f", settings, FitPace(log_every=5), 2, use_gpu=False)
 
     rows = list(csv.DictReader((tmp_path / "f" / "log.csv").read_text().splitlines()))
     assert float(rows[-1]["loss"]) < float(rows[0]["loss"])

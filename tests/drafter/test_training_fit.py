@@ -72,7 +72,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
 def run_fit(data: Path, target: Path, out: Path, settings: FitSettings) -> tuple[Fitted, list[StepRecord]]:
     torch.set_num_threads(1)
     records: list[StepRecord] = []
-    fitted = fit(data, target, out, settings, PACE, CPU, lambda record, _: records.append(record), Ranks())
+    fitted = fit([data], target, out, settings, PACE, CPU, lambda record, _: records.append(record), Ranks())
     return fitted, records
 
 

@@ -128,6 +128,7 @@ def fit(
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,
     warmup_steps: Annotated[int, typer.Option(min=0, help="Steps to that rate.")] = 40,
     max_vocab: Annotated[int, typer.Option(min=0, help="Tokens of the head in training; 0: all.")] = 16384,
+    sample_vocab: Annotated[int, typer.Option(min=0, help="Of the other tokens, at each step.")] = 0,
     init: Annotated[Path | None, typer.Option(help="A drafter to go on from.")] = None,
     log_every: Annotated[int, typer.Option(min=1, help="Steps per row of the log.")] = 50,
     save_every: Annotated[int, typer.Option(min=1, help="Steps per checkpoint.")] = 500,
@@ -154,6 +155,7 @@ def fit(
         lr=lr,
         warmup_steps=warmup_steps,
         max_vocab=max_vocab,
+        sampled_vocab=sample_vocab,
         init=None if init is None else str(init),
         seed=seed,
     )

@@ -61,7 +61,8 @@ class FitSettings:
     weight_decay: float = 0.01
     max_norm: float = 1.0
     average_decay: float = 0.98
-    max_vocab: int = 16384  # of the head in training; 0: all
+    max_vocab: int = 16384  # of the head in training, the most frequent; 0: all
+    sampled_vocab: int = 0  # of the others, at each step; 0: they are not trained on
     seed: int = 0
     init: str | None = None  # a drafter to go on from; None: the target's last layers
 
@@ -180,7 +181,9 @@ class Trainer:
         if ranks.size > 1:
             self._forward = nn.parallel.DistributedDataParallel(network)
         on_device = _moved(target, device)
-        self.head = TrainingHead.of(on_device, counts, settings.max_vocab, self.compute_dtype)
+        self.head = TrainingHead.of(
+            on_device, counts, settings.max_vocab, self.compute_dtype, settings.sampled_vocab
+        )
         self.whole_head = TrainingHead.of(on_device, counts, 0, self.compute_dtype).weight
         self._weights = slot_weights(settings.block_size, settings.gamma or settings.block_size / 2).to(
             device
@@ -241,19 +244,27 @@ class Trainer:
         with self._autocast():
             states = self._forward(batch.taps, batch.blocks, self.head.embedding)
             kept = labels >= 0
-            logits = self.state.network.logits(states[kept].to(self.compute_dtype), self.head.weight)
+            scores = self.head.scores(
+                self.state.network,
+                states[kept].to(self.compute_dtype),
+                labels[kept],
+                self.head.draw(self._sample_seed()),
+            )
         weights = self._weights.expand_as(labels)[kept]
-        loss = (
-            F.cross_entropy(logits, labels[kept], reduction="none") * weights
-        ).sum() / weights.sum().clamp(min=1e-6)
+        losses = F.cross_entropy(scores.logits, scores.classes, reduction="none")
+        loss = (losses * weights).sum() / weights.sum().clamp(min=1e-6)
         loss.backward()
         self.state.advance(self.settings.max_norm, self._lr(share))
         right = torch.zeros_like(kept)
-        right[kept] = logits.detach().argmax(-1) == labels[kept]
+        right[kept] = scores.logits.detach().argmax(-1) == scores.classes
         num_tokens = batch.num_tokens * self.ranks.size  # the other ranks' batches are about as long
         self.state.num_tokens += num_tokens
         curves.add(loss.detach(), right.sum((0, 1)), (batch.blocks.labels >= 0).sum((0, 1)), num_tokens)
         self.state.elapsed_s += time.perf_counter() - began_s
+
+    def _sample_seed(self) -> int:
+        """Of the head's sample: another at every step, on every rank."""
+        return (self.settings.seed * 1_000_003 + self.state.step) * self.ranks.size + self.ranks.rank
 
     def _share_done(self) -> float:
         share = self.state.step / self.num_steps

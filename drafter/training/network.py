@@ -42,23 +42,30 @@ class Attention(nn.Module):
         self.k_norm = Norm(dim, spec.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, context: Tensor, mask: Tensor, cos_sin: Tensor, context_cos_sin: Tensor
+        self, x: Tensor, num_asking: int, context: Tensor, mask: Tensor, at: Tensor, context_at: Tensor
     ) -> Tensor:
-        """x [n, Q, H], context [n, S, H], mask [n, 1, Q, S + Q] -> [n, Q, H]; tables as of `rotate`."""
-        q = self._split(self.q_proj(x), self._heads)
-        q = rotate(self.q_norm(q), cos_sin)
-        parts = [(context, context_cos_sin), (x, cos_sin)]
+        """x [n, A, B, H], of whose blocks the last rows ask, context [n, S, H] -> [n, A, num_asking, H].
+
+        mask [n, 1, A * num_asking, S + Q]; `at` [n, 1, A, B, D] and `context_at` [S, D] as of `rotate`.
+        """
+        asking = slice(x.shape[2] - num_asking, None)
+        q = rotate(
+            self.q_norm(self._split(self.q_proj(x[:, :, asking]), self._heads)),
+            at[:, :, :, asking].flatten(2, 3),
+        )
+        parts = [(context, context_at), (x, at.flatten(2, 3))]
         k = torch.cat(
-            [rotate(self.k_norm(self._split(self.k_proj(part), self._kv_heads)), at) for part, at in parts], 2
+            [rotate(self.k_norm(self._split(self.k_proj(part), self._kv_heads)), to) for part, to in parts], 2
         )
         v = torch.cat([self._split(self.v_proj(part), self._kv_heads) for part, _ in parts], 2)
         repeat = self._heads // self._kv_heads
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.o_proj(out.transpose(1, 2).flatten(2).unflatten(1, (-1, num_asking)))
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, self._dim)).transpose(1, 2)  # [n, heads, rows, D]
+        rows = x.flatten(1, -2)
+        return rows.unflatten(-1, (heads, self._dim)).transpose(1, 2)  # [n, heads, rows, D]
 
 
 class Mlp(nn.Module):
@@ -84,8 +91,12 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = Mlp(spec)
 
-    def forward(self, x: Tensor, context: Tensor, mask: Tensor, at: Tensor, context_at: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, mask, at, context_at)
+    def forward(
+        self, x: Tensor, num_asking: int, context: Tensor, mask: Tensor, at: Tensor, context_at: Tensor
+    ) -> Tensor:
+        """x [n, A, B, H] -> [n, A, num_asking, H]: of every block the last rows."""
+        answer = self.self_attn(self.input_layernorm(x), num_asking, context, mask, at, context_at)
+        x = x[:, :, x.shape[2] - num_asking :] + answer
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -115,17 +126,28 @@ class DrafterNetwork(nn.Module):
         spec = self.spec
         context = self.hidden_norm(self.fc(taps.flatten(2).float() * self.tap_scale))
         context_at = self.cos_sin[: taps.shape[1]]
-        at = self.cos_sin[blocks.positions].unsqueeze(1)  # [n, 1, Q, D]
-        x = F.embedding(blocks.token_ids(spec.mask_token_id), embedding) * spec.input_embedding_scale
+        shape = (-1, blocks.block_len)
+        at = self.cos_sin[blocks.positions.unflatten(1, shape)].unsqueeze(1)  # [n, 1, A, B, D]
+        x = F.embedding(blocks.token_ids(spec.mask_token_id).unflatten(1, shape), embedding)
+        x = x * spec.input_embedding_scale
         mask = blocks.mask(taps.shape[1])
-        for layer in self.layers:
-            x = layer(x, context, mask, at, context_at)
-        rows = x.unflatten(1, (-1, blocks.block_len))[:, :, 1:]
-        return self.norm(rows)
+        *layers, last = self.layers
+        for layer in layers:
+            x = layer(x, blocks.block_len, context, mask, at, context_at)
+        # Nobody reads the last layer's output at the anchors.
+        num_drafts = blocks.block_len - 1
+        drafting = mask.unflatten(2, shape)[:, :, :, -num_drafts:].flatten(2, 3)
+        x = last(x, num_drafts, context, drafting, at, context_at)
+        return self.norm(x)
 
     def logits(self, states: Tensor, head: Tensor) -> Tensor:
         """[R, H] over a head [V, H], float32: the whole of the target's, or the rows that are trained on."""
-        logits = F.linear(states, head).float() * self.spec.output_multiplier
+        return self.scaled(F.linear(states, head).float())
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Raw products, as the target scales and caps its logits."""
+        if self.spec.output_multiplier != 1:  # a pass over the largest tensor of a step
+            logits = logits * self.spec.output_multiplier
         cap = self.spec.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

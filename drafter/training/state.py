@@ -18,6 +18,7 @@ from .network import DrafterNetwork
 from .shards import publish
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_AVERAGE_EVERY = 4  # steps; an average over fifty needs no more, and each is a pass over all weights
 
 
 class TrainState:
@@ -43,15 +44,20 @@ class TrainState:
     @torch.no_grad()
     def advance(self, max_norm: float, lr: float) -> float:
         """Clip, step, average; returns the gradient's norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), max_norm)
+        gradients = [weight.grad for weight in self._parameters.values() if weight.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        # Clipping is left to the optimizer, which divides as it reads: one pass less over all gradients.
+        self.optimizer.grad_scale = (norm / max_norm).clamp(min=1.0)  # pyright: ignore[reportAttributeAccessIssue] - as GradScaler sets it
+        self.optimizer.found_inf = torch.zeros_like(norm)  # pyright: ignore[reportAttributeAccessIssue]
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        decay = min(self._decay, self.step / (self.step + 9))  # else the start would linger
-        for name, weight in self._parameters.items():
-            self.average[name].lerp_(weight, 1 - decay)
+        if self.step % _AVERAGE_EVERY == 0:
+            decay = min(self._decay, self.step / (self.step + 9)) ** _AVERAGE_EVERY  # else the start lingers
+            for name, weight in self._parameters.items():
+                self.average[name].lerp_(weight, 1 - decay)
         return float(norm)
 
     def save(self, path: Path, settings: dict[str, Any]) -> None:

@@ -210,6 +210,31 @@ def test_the_head_is_the_targets_tied_or_not(is_tied: bool) -> None:
     assert whole.classes(torch.tensor([400, IGNORED])).tolist() == [400, IGNORED]
 
 
+def test_a_sample_of_the_head_stands_for_the_whole(network: DrafterNetwork) -> None:
+    """Over all samples, the sum under the softmax is the whole head's, and the label's score is exact."""
+    target = make_target(is_tied=False)
+    counts = torch.arange(target.vocab_size)
+    whole = TrainingHead.of(target, counts, 0, torch.float32)
+    head = TrainingHead.of(target, counts, 100, torch.float32, 40)
+    tail_len = target.vocab_size - 100
+    generator = torch.Generator().manual_seed(0)
+    states = 0.3 * torch.randn(6, HIDDEN_SIZE, generator=generator)
+    labels = torch.tensor([511, 412, 411, 3, 4, 250])  # two that are always there, four of the tail
+
+    logits = network.logits(states, whole.weight)
+    found = [head.scores(network, states, head.classes(labels), first=first) for first in range(tail_len)]
+
+    sums = torch.stack([scores.logits.exp().sum(1) for scores in found])
+    assert torch.allclose(sums.mean(0), logits.exp().sum(1), rtol=1e-5)
+    assert sums.std() > 0
+    assert 0 <= head.draw(7) < tail_len
+    assert len({head.draw(seed) for seed in range(20)}) > 10
+    for scores in found:
+        assert torch.allclose(
+            scores.logits.gather(1, scores.classes[:, None]), logits.gather(1, labels[:, None]), atol=1e-5
+        )
+
+
 def test_a_batch_pads_context_with_rows_that_nobody_sees(network: DrafterNetwork, target: Target) -> None:
     examples = [sequence(40, 12, 1), sequence(18, 6, 2)]
 

@@ -135,6 +135,7 @@ def fit(
     walk_every: Annotated[int, typer.Option(min=1, help="Steps per look at held-out text.")] = 1000,
     walk_len: Annotated[int, typer.Option(min=1, help="Held-out sequences it looks at.")] = 32,
     workers: Annotated[int, typer.Option(min=1, help="Processes; above 1 over Ray Train.")] = 1,
+    shard: Annotated[bool, typer.Option("--shard", help="Divide the weights among them (FSDP).")] = False,
     seed: int = 0,
     threads: Threads = None,
     device: Device = "auto",
@@ -161,7 +162,7 @@ def fit(
     )
     pace = FitPace(log_every=log_every, save_every=save_every, walk_every=walk_every, walk_len=walk_len)
     where, _ = choose_compute(device, "float32", threads)
-    run_fit(data, resolve_target(model), out, settings, pace, where, num_workers=workers)
+    run_fit(data, resolve_target(model), out, settings, pace, where, num_workers=workers, is_sharded=shard)
 
 
 @train_app.command(name="eval")

@@ -78,18 +78,28 @@ def run_fit(
     device: torch.device,
     *,
     num_workers: int,
+    is_sharded: bool = False,
 ) -> Fitted | None:
     """Train here (as one of torchrun's processes, if it started this one), or on Ray Train."""
     if num_workers > 1:
         from ...drafter.training.ray_road import fit_on_ray
 
-        fit_on_ray(data, model_path, out, settings, pace, num_workers, use_gpu=device.type == "cuda")
+        fit_on_ray(
+            data,
+            model_path,
+            out,
+            settings,
+            pace,
+            num_workers,
+            use_gpu=device.type == "cuda",
+            is_sharded=is_sharded,
+        )
         return None
     if "TORCHELASTIC_RUN_ID" in os.environ:
         device = _join_processes(device)
     is_first = Ranks.of_process_group().rank == 0
     with FitView(Console(highlight=False, quiet=not is_first)) as view:
-        fitted = fit(data, model_path, out, settings, pace, device, view.report)
+        fitted = fit(data, model_path, out, settings, pace, device, view.report, is_sharded=is_sharded)
     slots = " ".join(f"{share:.3f}" for share in fitted.walk.per_slot)
     view.print(
         f"{fitted.path}: {fitted.num_steps} steps, {fitted.num_tokens:,} tokens, "

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ...cluster.errors import ConfigError
 from ...kernels.dtypes import has_bfloat16_products
@@ -35,7 +37,7 @@ from .initial import drafter_config, pick_mask_token, start_from_drafter, start_
 from .network import DrafterNetwork
 from .shape import TargetShape
 from .shards import Example
-from .state import TrainState
+from .state import TrainState, whole
 from .walk import Walk, walk
 
 _STD_EXAMPLES = 200  # sequences whose tap rows are measured
@@ -118,15 +120,18 @@ def fit(
     device: torch.device,
     report: Callable[[StepRecord, int], None],
     ranks: Ranks | None = None,
+    *,
+    is_sharded: bool = False,
 ) -> Fitted:
     """Train on the directories `data` to the end of the schedule and export to `out`/drafter.
 
     `report` gets the logged steps and the number of all. With several ranks `out` is shared; rank 0 writes.
+    `is_sharded`: each rank keeps a share of weights, moments and average (FSDP) instead of a copy (DDP).
     """
     settings.check()
     ranks = ranks or Ranks.of_process_group()
     out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(data, model_path, out, settings, device, ranks)
+    trainer = Trainer(data, model_path, out, settings, device, ranks, is_sharded=is_sharded)
     return trainer.run(pace, report)
 
 
@@ -141,7 +146,11 @@ class Trainer:
         settings: FitSettings,
         device: torch.device,
         ranks: Ranks,
+        *,
+        is_sharded: bool = False,
     ) -> None:
+        if is_sharded and ranks.size == 1:
+            raise ConfigError("one process has nothing to share; leave out --shard, or give --workers N")
         self.settings, self.device, self.ranks, self.out = settings, device, ranks, out
         if ranks.rank == 0:
             note_shards(data, out / "shards.json")
@@ -174,11 +183,13 @@ class Trainer:
         else:
             start_from_drafter(network, Path(settings.init), target)
         network.to(device)
+        if is_sharded:
+            shard(network)
         self.state = TrainState(
             network, lr=settings.lr, weight_decay=settings.weight_decay, decay=settings.average_decay
         )
         self._forward: nn.Module = network
-        if ranks.size > 1:
+        if ranks.size > 1 and not is_sharded:
             self._forward = nn.parallel.DistributedDataParallel(network)
         on_device = _moved(target, device)
         self.head = TrainingHead.of(
@@ -225,8 +236,9 @@ class Trainer:
         final = self.walk(pace.walk_len)
         curves.add_walk(state, final)
         path = self.out / "drafter"
+        averaged = self._averaged()
         if self.ranks.rank == 0:
-            export_drafter(path, self._averaged(), self._card(loss, final))
+            export_drafter(path, averaged, self._card(loss, final))
             curves.draw()
         return Fitted(path, state.step, state.num_tokens, state.elapsed_s, loss, final)
 
@@ -288,7 +300,7 @@ class Trainer:
         network = DrafterNetwork(self.spec, len(self.state.network.cos_sin) - self.spec.block_size)
         network.to(self.device)
         network.tap_scale.copy_(self.state.network.tap_scale)
-        network.load_state_dict(self.state.average)
+        network.load_state_dict({name: whole(weight) for name, weight in self.state.average.items()})
         return network.eval()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -297,8 +309,7 @@ class Trainer:
         return torch.autocast(self.device.type, self.compute_dtype)
 
     def _save(self, file: Path, described: dict[str, Any]) -> None:
-        if self.ranks.rank == 0:
-            self.state.save(file, described)
+        self.state.save(file, described, is_writer=self.ranks.rank == 0)
         if self.ranks.size > 1:
             dist.barrier()
 
@@ -318,6 +329,14 @@ class Trainer:
                 "per slot": [round(share, 3) for share in final.per_slot],
             },
         }
+
+
+def shard(network: DrafterNetwork) -> None:
+    """Divide the parameters among the processes; a layer's are put together while it computes."""
+    mesh = init_device_mesh(next(network.parameters()).device.type, (dist.get_world_size(),))
+    for layer in network.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(network, mesh=mesh)
 
 
 def tap_std(examples: Examples) -> Tensor:

@@ -28,6 +28,7 @@ def fit_on_ray(
     num_workers: int,
     *,
     use_gpu: bool,
+    is_sharded: bool = False,
 ) -> None:
     """Train in `num_workers` processes, a GPU each or none, on the Ray of this machine or RAY_ADDRESS."""
     plan = {
@@ -36,6 +37,7 @@ def fit_on_ray(
         "out": str(out.resolve()),
         "settings": asdict(settings),
         "pace": asdict(pace),
+        "is_sharded": is_sharded,
     }
     trainer = TorchTrainer(
         _work,
@@ -69,4 +71,5 @@ def _work(plan: dict[str, Any]) -> None:
         FitPace(**plan["pace"]),
         device,
         report,
+        is_sharded=plan["is_sharded"],
     )

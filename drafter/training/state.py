@@ -1,7 +1,8 @@
 """The state of training on disk: one safetensors file, replaced as a whole.
 
 Held are the weights, their moving average and the optimizer's moments; the order of the data and its random
-choices follow from the step. Nothing is pickled.
+choices follow from the step. Nothing is pickled. The file is the same whether processes have copies of the
+weights or shards of them, and one may go on where the other was.
 """
 
 import json
@@ -12,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...cluster.errors import ConfigError
 from .network import DrafterNetwork
@@ -45,7 +47,7 @@ class TrainState:
     def advance(self, max_norm: float, lr: float) -> float:
         """Clip, step, average; returns the gradient's norm before clipping."""
         gradients = [weight.grad for weight in self._parameters.values() if weight.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
         # Clipping is left to the optimizer, which divides as it reads: one pass less over all gradients.
         self.optimizer.grad_scale = (norm / max_norm).clamp(min=1.0)  # pyright: ignore[reportAttributeAccessIssue] - as GradScaler sets it
         self.optimizer.found_inf = torch.zeros_like(norm)  # pyright: ignore[reportAttributeAccessIssue]
@@ -60,12 +62,16 @@ class TrainState:
                 self.average[name].lerp_(weight, 1 - decay)
         return float(norm)
 
-    def save(self, path: Path, settings: dict[str, Any]) -> None:
+    def save(self, path: Path, settings: dict[str, Any], *, is_writer: bool = True) -> None:
+        """With shards all processes call it, to put the whole together; one writes."""
         tensors = {f"weight/{name}": weight.detach() for name, weight in self._parameters.items()}
         tensors |= {f"average/{name}": weight for name, weight in self.average.items()}
         for name, weight in self._parameters.items():
             moments = self.optimizer.state[weight]
             tensors |= {f"{moment}/{name}": moments[moment] for moment in _MOMENTS}
+        tensors = {name: whole(tensor) for name, tensor in tensors.items()}
+        if not is_writer:
+            return
         head = {
             "step": self.step,
             "elapsed_s": self.elapsed_s,
@@ -88,14 +94,27 @@ class TrainState:
                 "keep the setting, or choose another --out"
             )
         for name, weight in self._parameters.items():
-            weight.copy_(tensors[f"weight/{name}"])
-            self.average[name].copy_(tensors[f"average/{name}"])
+            weight.copy_(_like(tensors[f"weight/{name}"], weight))
+            self.average[name].copy_(_like(tensors[f"average/{name}"], weight))
             self.optimizer.state[weight] = {
                 "step": torch.tensor(float(head["step"]), device=weight.device),
-                **{moment: tensors[f"{moment}/{name}"].to(weight.device) for moment in _MOMENTS},
+                **{moment: _like(tensors[f"{moment}/{name}"], weight) for moment in _MOMENTS},
             }
         self.step, self.elapsed_s = head["step"], head["elapsed_s"]
         self.num_tokens = head["num_tokens"]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Put a tensor's shards together, where it has any; every process must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: Tensor, weight: Tensor) -> Tensor:
+    """A tensor that all processes have, on the device of `weight` and in its shards, if it has any."""
+    moved = tensor.to(weight.device)
+    if not isinstance(weight, DTensor):
+        return moved
+    return distribute_tensor(moved, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

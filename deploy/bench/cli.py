@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from ...cluster.choices import Dtype
 from ...cluster.config import Config
 from ...cluster.errors import UserError
 from ..options import config_command
@@ -203,6 +204,46 @@ def turns(
         _print_json({"rows": rows})
     else:
         Console().print(table_of(rows))
+
+
+@app.command()
+def crosscheck(
+    drafter: Annotated[Path, typer.Option(exists=True, file_okay=False, help="A DFlash checkpoint.")],
+    model: Annotated[
+        str, typer.Option(help="Its target: default, a Hugging Face id, a directory.")
+    ] = "default",
+    data: Annotated[
+        list[Path] | None, typer.Option(help="Of `paceline train data`: its held-out chats; may be repeated.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts per domain, at most.")] = 10,
+    max_prompt_len: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer, at most.")] = 128,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and K/V, in every engine.")] = "float32",
+    streams: Annotated[int, typer.Option(min=1, help="Answers at once.")] = 1,
+    skip: Annotated[list[str] | None, typer.Option(help="Leave this engine out; may be repeated.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """One drafter in this engine, vLLM's CPU build and llama.cpp: what each accepts of it, greedy."""
+    from rich.console import Console
+
+    from ...cluster.model_source import resolve_model
+    from ..api.text import Tokenizer
+    from ..training.evaluation import gather_prompts
+    from .crosscheck import LAUNCHES, check_of, run_check, table_of
+
+    if unknown := set(skip or []) - LAUNCHES.keys():
+        raise UserError(f"--skip {min(unknown)} is no engine; choose {', '.join(LAUNCHES)}")
+    path = resolve_model(model)
+    by_domain = gather_prompts(data or [], Tokenizer.load(path), limit, max_prompt_len)
+    prompts = [prompt for some in by_domain.values() for prompt in some]
+    check = check_of(path, drafter, dtype, prompts, max_tokens, streams)
+    engines = [engine for engine in LAUNCHES if engine not in (skip or [])]
+    rows, skipped = run_check(check, engines, Console(stderr=True))
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+    print(table_of(rows))
+    if skipped:
+        raise typer.Exit(1)
 
 
 class Pattern(StrEnum):

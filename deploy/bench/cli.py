@@ -1,5 +1,6 @@
 """The `paceline bench` commands. What they need is imported inside them, so that `--help` answers at once."""
 
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -231,6 +232,7 @@ def crosscheck(
     from ..training.evaluation import gather_prompts
     from .crosscheck import LAUNCHES, check_of, run_check, table_of
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or it leaves a server behind
     if unknown := set(skip or []) - LAUNCHES.keys():
         raise UserError(f"--skip {min(unknown)} is no engine; choose {', '.join(LAUNCHES)}")
     path = resolve_model(model)

@@ -134,11 +134,14 @@ def run_data(
     """Write answers and tap rows until there are `num_tokens`; a line per shard."""
     settings = replace(settings, target_digest=target_digest(model_path))
     settings.check()
+    last = TargetShape.load(model_path).num_layers - 1
+    if settings.keeps_last and last in settings.tap_layer_ids:
+        raise ConfigError(f"block {last} is the last and tapped already; leave it out of --taps")
     writer = TargetWriter(
         model_path,
         num_places=num_places,
         max_len=settings.max_len,
-        tap_layer_ids=settings.tap_layer_ids,
+        tap_layer_ids=settings.tap_layer_ids + ((last,) if settings.keeps_last else ()),
         tap_dtype=settings.tap_torch_dtype,
         dtype=dtype,
         device=device,

@@ -7,6 +7,8 @@
     data.py        prompts -> answers -> shards, resumable after a kill at any moment
     network.py     the drafter as a trainable module; the formulas of `drafter/dflash.py`
     blocks.py      anchors, labels and masks of a training batch
+    head.py        the target's head, whole or sampled
+    losses.py      cross-entropy, distillation
     fit.py         the loop: one process or many, exact resume
     walk.py        what drafting would have accepted on recorded text
     export.py      the published layout, and the model card

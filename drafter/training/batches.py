@@ -26,9 +26,11 @@ class Batch:
     taps: Tensor  # [n, S, taps, H] as stored, zero-padded; S reaches the last anchor
     blocks: Blocks
     num_tokens: int  # of the answers
+    teachers: Tensor | None = None  # [n, A, B - 1, H]: behind the last block, one row before each label's
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(self.taps.to(device), self.blocks.to(device), self.num_tokens)
+        teachers = None if self.teachers is None else self.teachers.to(device)
+        return Batch(self.taps.to(device), self.blocks.to(device), self.num_tokens, teachers)
 
 
 class Examples:
@@ -82,7 +84,9 @@ def plan_pass(lens: Sequence[int], batch_size: int, seed: int, number: int) -> l
     return [batches[index] for index in generator.permutation(len(batches))]
 
 
-def make_batch(examples: Sequence[Example], num_anchors: int, block_len: int, seed: int) -> Batch:
+def make_batch(
+    examples: Sequence[Example], num_anchors: int, block_len: int, seed: int, *, with_teachers: bool = False
+) -> Batch:
     """Draw anchors and lay the sequences side by side."""
     lens = torch.tensor([len(example.token_ids) for example in examples])
     prompt_lens = torch.tensor([example.prompt_len for example in examples])
@@ -96,7 +100,19 @@ def make_batch(examples: Sequence[Example], num_anchors: int, block_len: int, se
         end = min(num_context, len(example.token_ids) - 1)
         taps[row, :end] = example.taps[:end]
         token_ids[row, : len(example.token_ids)] = example.token_ids
-    return Batch(taps, Blocks.of(token_ids, lens, anchors, block_len), int((lens - prompt_lens).sum()))
+    teachers = _teachers(examples, anchors, block_len) if with_teachers else None
+    blocks = Blocks.of(token_ids, lens, anchors, block_len)
+    return Batch(taps, blocks, int((lens - prompt_lens).sum()), teachers)
+
+
+def _teachers(examples: Sequence[Example], anchors: Tensor, block_len: int) -> Tensor:
+    """[n, A, B - 1, H]: the states that decided the tokens behind each anchor; any behind the end."""
+    places = anchors.unsqueeze(-1) + torch.arange(block_len - 1)
+    rows: list[Tensor] = []
+    for example, some in zip(examples, places, strict=True):
+        assert example.last is not None, "the corpus has been asked"
+        rows.append(example.last[some.clamp(max=len(example.token_ids) - 1)])
+    return torch.stack(rows)
 
 
 def training_batches(
@@ -109,6 +125,7 @@ def training_batches(
     first_step: int,
     rank: int,
     num_ranks: int,
+    with_teachers: bool = False,
 ) -> Generator[Batch, None, None]:
     """This rank's batches from a step on, without end; the next is made while one is used.
 
@@ -128,7 +145,8 @@ def training_batches(
 
     def make(step: int, indices: list[int]) -> Batch:
         batch_seed = (seed * 1_000_003 + step) * num_ranks + rank
-        return make_batch([examples[index] for index in indices], num_anchors, block_len, batch_seed)
+        chosen = [examples[index] for index in indices]
+        return make_batch(chosen, num_anchors, block_len, batch_seed, with_teachers=with_teachers)
 
     with ThreadPoolExecutor(1) as pool:
         upcoming = indices_of()

@@ -31,6 +31,7 @@ class Corpus:
     train: Examples
     heldout: Examples
     tap_layer_ids: tuple[int, ...]
+    has_last: bool  # of every training sequence the state behind the target's last block
 
 
 def note_shards(directories: Sequence[Path], file: Path) -> None:
@@ -77,7 +78,8 @@ def open_corpus(directories: Sequence[Path], file: Path, model_path: Path) -> Co
     }
     tap_layer_ids = tuple(found[0]["tap_layer_ids"])
     _check_target(found, shards["train"], len(tap_layer_ids), model_path)
-    return Corpus(Examples(shards["train"]), Examples(shards["heldout"]), tap_layer_ids)
+    has_last = all(shard.has_last for shard in shards["train"])
+    return Corpus(Examples(shards["train"]), Examples(shards["heldout"]), tap_layer_ids, has_last)
 
 
 def _check_agreement(directories: Sequence[Path], found: Sequence[dict[str, Any]]) -> None:

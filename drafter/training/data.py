@@ -54,6 +54,7 @@ class DataSettings:
     temperature: float = 0.7
     seed: int = 0
     target_digest: str | None = None  # of the model that answers
+    keeps_last: bool = False  # the state behind the last block too, for distillation
 
     @property
     def max_len(self) -> int:
@@ -159,11 +160,11 @@ def _take_settings(directory: Path, settings: DataSettings) -> None:
         partial.write_text(json.dumps(wanted, indent=1) + "\n")
         publish(partial, file)
     found = read_settings(directory)
-    known = [name for name in wanted if name in found]  # an older directory may lack some
-    if different := [name for name in known if found[name] != wanted[name]]:
+    found = {"keeps_last": False, "target_digest": wanted["target_digest"], **found}  # of an older directory
+    if different := [name for name in wanted if found.get(name) != wanted[name]]:
         name = different[0]
         raise ConfigError(
-            f"{directory} was begun with {name} = {found[name]!r}, not {wanted[name]!r}; "
+            f"{directory} was begun with {name} = {found.get(name)!r}, not {wanted[name]!r}; "
             "keep the setting or choose another directory"
         )
 
@@ -243,7 +244,8 @@ def _make_shards(
             done[sequence.index] = sequence
         sequences = [done.pop(place) for place in wanted]
         _check_disk(path, sequences)
-        write_shard(path, sequences, indices, [tasks[place].temperature for place in wanted])
+        temperatures = [tasks[place].temperature for place in wanted]
+        write_shard(path, sequences, indices, temperatures, with_last=settings.keeps_last)
         first += len(indices)
         yield path
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,8 +31,9 @@ from .blocks import slot_weights
 from .corpus import note_shards, open_corpus
 from .curves import Curves, StepRecord
 from .export import export_drafter, write_config
-from .head import TrainingHead
+from .head import Scores, TrainingHead
 from .initial import drafter_config, pick_mask_token, start_from_drafter, start_from_target
+from .losses import FinalNorm, token_losses
 from .network import DrafterNetwork
 from .shape import TargetShape
 from .shards import Example
@@ -66,12 +66,15 @@ class FitSettings:
     max_vocab: int = 16384  # of the head in training, the most frequent; 0: all
     sampled_vocab: int = 0  # of the others, at each step; 0: they are not trained on
     seed: int = 0
+    distill_share: float = 0.0  # of the loss: the distance from the target's own distribution
     init: str | None = None  # a drafter to go on from; None: the target's last layers
 
     def check(self) -> None:
         """Raise ConfigError for what trains nothing."""
         if self.passes <= 0 or self.lr <= 0 or min(self.batch_size, self.num_anchors) < 1:
             raise ConfigError("passes, lr, batch_size and num_anchors must be above 0")
+        if not 0 <= self.distill_share <= 1:
+            raise ConfigError(f"distill {self.distill_share} is a share; give a number from 0 to 1")
         if self.gamma is not None and self.gamma <= 0:
             raise ConfigError(f"gamma {self.gamma} must be above 0")
 
@@ -158,6 +161,11 @@ class Trainer:
             dist.barrier()
         corpus = open_corpus(data, out / "shards.json", model_path)
         self.examples, self.heldout = corpus.train, corpus.heldout
+        if settings.distill_share and not corpus.has_last:
+            raise ConfigError(
+                "some data do not hold what --distill needs; make them with `paceline train data --keep-last`"
+            )
+        self._final_norm = FinalNorm(model_path, device) if settings.distill_share else None
         shape = TargetShape.load(model_path)
         target = Target.load(model_path, shape.max_len, torch.float32, torch.device("cpu"))
         counts = self.examples.token_counts(shape.vocab_size)
@@ -218,6 +226,7 @@ class Trainer:
             first_step=state.step,
             rank=self.ranks.rank,
             num_ranks=self.ranks.size,
+            with_teachers=settings.distill_share > 0,
         )
         with contextlib.closing(batches):
             while (share := self._share_done()) < 1:
@@ -256,14 +265,13 @@ class Trainer:
         with self._autocast():
             states = self._forward(batch.taps, batch.blocks, self.head.embedding)
             kept = labels >= 0
-            scores = self.head.scores(
-                self.state.network,
-                states[kept].to(self.compute_dtype),
-                labels[kept],
-                self.head.draw(self._sample_seed()),
-            )
+            scores = self._scores(states[kept], labels[kept])
+            teacher_logits = None
+            if batch.teachers is not None and self._final_norm is not None:
+                with torch.no_grad():
+                    teacher_logits = self._scores(self._final_norm(batch.teachers[kept]), labels[kept]).logits
         weights = self._weights.expand_as(labels)[kept]
-        losses = F.cross_entropy(scores.logits, scores.classes, reduction="none")
+        losses = token_losses(scores, teacher_logits, self.settings.distill_share)
         loss = (losses * weights).sum() / weights.sum().clamp(min=1e-6)
         loss.backward()
         self.state.advance(self.settings.max_norm, self._lr(share))
@@ -274,9 +282,11 @@ class Trainer:
         curves.add(loss.detach(), right.sum((0, 1)), (batch.blocks.labels >= 0).sum((0, 1)), num_tokens)
         self.state.elapsed_s += time.perf_counter() - began_s
 
-    def _sample_seed(self) -> int:
-        """Of the head's sample: another at every step, on every rank."""
-        return (self.settings.seed * 1_000_003 + self.state.step) * self.ranks.size + self.ranks.rank
+    def _scores(self, states: Tensor, classes: Tensor) -> Scores:
+        """With the head's sample of this step and rank."""
+        seed = (self.settings.seed * 1_000_003 + self.state.step) * self.ranks.size + self.ranks.rank
+        first = self.head.draw(seed)
+        return self.head.scores(self.state.network, states.to(self.compute_dtype), classes, first)
 
     def _share_done(self) -> float:
         share = self.state.step / self.num_steps

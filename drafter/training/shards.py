@@ -7,6 +7,7 @@
     temperatures float32 [S]
     taps         [T, taps, H]     row t belongs to token t; that of a sequence's last token is zero: it was
                                   never computed, and nothing may read it
+    last         [T, H]           likewise, the state behind the target's last block; in data that keep it
 
 A file appears under its name only when it is whole: it is written beside and renamed.
 """
@@ -36,6 +37,7 @@ class Example:
     prompt_len: int
     temperature: float
     taps: Tensor  # [L, taps, H], mapped; the last row is no tap row
+    last: Tensor | None = None  # [L, H] behind the last block, if it was kept; mapped
 
     @property
     def answer_len(self) -> int:
@@ -49,6 +51,7 @@ class Shard:
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 parts = {name: file.get_tensor(name) for name in _NAMES}
+                self._last = file.get_tensor("last") if "last" in file.keys() else None  # noqa: SIM118 - no mapping
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is no shard ({error}); delete it and make it again") from None
         self.path = path
@@ -67,7 +70,12 @@ class Shard:
             self._prompt_lens[index],
             self._temperatures[index],
             self._taps[rows],
+            None if self._last is None else self._last[rows],
         )
+
+    @property
+    def has_last(self) -> bool:
+        return self._last is not None
 
     @property
     def lens(self) -> list[int]:
@@ -99,9 +107,17 @@ class Shard:
 
 
 def write_shard(
-    path: Path, sequences: Sequence[Written], prompt_ids: Sequence[int], temperatures: Sequence[float]
+    path: Path,
+    sequences: Sequence[Written],
+    prompt_ids: Sequence[int],
+    temperatures: Sequence[float],
+    *,
+    with_last: bool = False,
 ) -> None:
-    """Store sequences with their tap rows. Raises ConfigError when a row does not fit the rows' dtype."""
+    """Store sequences with their tap rows, of which the last is not the drafter's `with_last`.
+
+    Raises ConfigError when a row does not fit the rows' dtype.
+    """
     taps: list[Tensor] = []
     for sequence in sequences:
         assert sequence.taps is not None
@@ -120,8 +136,10 @@ def write_shard(
         "prompt_lens": torch.tensor([sequence.prompt_len for sequence in sequences], dtype=torch.int32),
         "prompt_ids": torch.tensor(prompt_ids),
         "temperatures": torch.tensor(temperatures, dtype=torch.float32),
-        "taps": rows,
+        "taps": rows[:, : rows.shape[1] - with_last].contiguous(),
     }
+    if with_last:
+        tensors["last"] = rows[:, -1].contiguous()
     partial = path.with_name(f"{path.name}.partial")
     save_file(tensors, partial)
     publish(partial, path)

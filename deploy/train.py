@@ -133,6 +133,9 @@ def fit(
     warmup_steps: Annotated[int, typer.Option(min=0, help="Steps to that rate.")] = 40,
     max_vocab: Annotated[int, typer.Option(min=0, help="Tokens of the head in training; 0: all.")] = 16384,
     sample_vocab: Annotated[int, typer.Option(min=0, help="Of the other tokens, at each step.")] = 0,
+    export_vocab: Annotated[
+        int, typer.Option(min=0, help="Most frequent tokens the result can draft; 0: all.")
+    ] = 0,
     distill: Annotated[
         float, typer.Option(help="Share of the loss that is the distance from the target's distribution.")
     ] = 0.0,
@@ -164,6 +167,7 @@ def fit(
         warmup_steps=warmup_steps,
         max_vocab=max_vocab,
         sampled_vocab=sample_vocab,
+        export_vocab=export_vocab,
         distill_share=distill,
         init=None if init is None else str(init),
         seed=seed,

@@ -30,7 +30,7 @@ from .batches import Batch, Examples, steps_per_pass, training_batches
 from .blocks import slot_weights
 from .corpus import note_shards, open_corpus
 from .curves import Curves, StepRecord
-from .export import export_drafter, write_config
+from .export import export_drafter, vocab_tensors, write_config
 from .head import Scores, TrainingHead
 from .initial import drafter_config, pick_mask_token, start_from_drafter, start_from_target
 from .losses import FinalNorm, token_losses
@@ -65,6 +65,7 @@ class FitSettings:
     average_decay: float = 0.98
     max_vocab: int = 16384  # of the head in training, the most frequent; 0: all
     sampled_vocab: int = 0  # of the others, at each step; 0: they are not trained on
+    export_vocab: int = 0  # tokens the exported drafter can say; 0: all, over the target's own head
     seed: int = 0
     distill_share: float = 0.0  # of the loss: the distance from the target's own distribution
     init: str | None = None  # a drafter to go on from; None: the target's last layers
@@ -172,17 +173,22 @@ class Trainer:
         mask_token_id = settings.mask_token_id
         if mask_token_id is None:
             mask_token_id = pick_mask_token(model_path, shape, counts)
-        self.spec = write_config(
-            out / "drafter",
-            drafter_config(
-                shape,
-                num_layers=settings.num_layers,
-                block_size=settings.block_size,
-                tap_layer_ids=corpus.tap_layer_ids,
-                mask_token_id=mask_token_id,
-            ),
-            target,
+        if not 0 <= settings.export_vocab < shape.vocab_size:
+            raise ConfigError(
+                f"a drafter's own vocabulary must be smaller than the {shape.vocab_size} tokens"
+            )
+        config = drafter_config(
+            shape,
+            num_layers=settings.num_layers,
+            block_size=settings.block_size,
+            tap_layer_ids=corpus.tap_layer_ids,
+            mask_token_id=mask_token_id,
         )
+        self.spec = write_config(out / "drafter", config, target)
+        self._vocab: dict[str, Tensor] | None = None
+        if size := settings.export_vocab:  # of the result alone
+            self._vocab = vocab_tensors(target, counts, size)
+            write_config(out / "drafter", config | {"draft_vocab_size": size}, target)
         self.compute_dtype = torch.bfloat16 if _has_bfloat16(device) else torch.float32
         network = DrafterNetwork(self.spec, max(max(self.examples.lens), max(self.heldout.lens)))
         network.tap_scale.copy_(1 / tap_std(self.examples))
@@ -247,7 +253,7 @@ class Trainer:
         path = self.out / "drafter"
         averaged = self._averaged()
         if self.ranks.rank == 0:
-            export_drafter(path, averaged, self._card(loss, final))
+            export_drafter(path, averaged, self._card(loss, final), self._vocab)
             curves.draw()
         return Fitted(path, state.step, state.num_tokens, state.elapsed_s, loss, final)
 

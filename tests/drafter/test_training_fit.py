@@ -1,6 +1,7 @@
 """Training to its end, and what it ends with: a drafter that the engine loads and that knows its target."""
 
 import asyncio
+import dataclasses
 import json
 import subprocess
 import sys
@@ -129,6 +130,34 @@ def load_network(path: Path, target_path: Path) -> DrafterNetwork:
     return network.eval()
 
 
+def test_a_vocabulary_of_its_own_is_drafted_from(tmp_path: Path, target: Path, data: Path) -> None:
+    """It holds all that the answers are made of, so as much stands; text is the target's as ever."""
+    settings = dataclasses.replace(SETTINGS, export_vocab=200)
+    fitted, _ = run_fit(data, target, tmp_path / "out", settings)
+    weights = load_file(fitted.path / "model.safetensors")
+    assert weights["lm_head.weight"].shape == (200, 64)
+    assert int(weights["t2d"].sum()) == 200
+
+    example = Examples(find_shards(data, "train"))[0]
+    wanted = example.token_ids[example.prompt_len :].tolist()
+    token_ids: list[int] = []
+    num_accepted = num_drafts = 0
+
+    async def run() -> None:
+        nonlocal num_accepted, num_drafts
+        engine = await start_local_engine(tiny_config(drafter=str(fitted.path), prompt_lookup=False), target)
+        params = SamplingParams(max_tokens=len(wanted), temperature=0.0, stop_token_ids=[2])
+        async for output in engine.stream("r", example.token_ids[: example.prompt_len].tolist(), params):
+            token_ids.extend(output.token_ids)
+            num_accepted, num_drafts = num_accepted + output.num_accepted, num_drafts + output.num_drafts
+        await engine.close()
+
+    asyncio.run(run())
+
+    assert token_ids == wanted
+    assert num_accepted / num_drafts >= 0.9
+
+
 def test_the_result_is_in_the_published_layout(fitted: Fitted) -> None:
     config = json.loads((fitted.path / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"]
@@ -198,6 +227,7 @@ def test_training_goes_on_from_a_drafter(tmp_path: Path, target: Path, data: Pat
         ({"block_size": 1}, "drafts nothing"),
         ({"mask_token_id": 5000}, "outside the vocabulary"),
         ({"passes": 0.0}, "must be above 0"),
+        ({"export_vocab": 512}, "must be smaller than the 512 tokens"),
         ({"init": "INIT", "num_layers": 1}, "has num_layers 2, and 1 is wanted"),
     ],
 )

@@ -18,15 +18,13 @@ they lapse, for a phase in each step is what a drafter that does not pay must no
 in WARMING, some steps before drafts are looked at, so that these are not judged by an empty context.
 """
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from itertools import accumulate, chain
-from operator import neg
 
-from .cost import CostModel
-from .request import Request
-from .survival import Survival
+import numpy as np
+
+from .cost import CostModel, Floats
+from .survival import Offer, Survival, Verified
 
 _NUM_BINS = 16  # of chances, in what drafts would have given
 _FIRST_ROWS = 8  # drafts in the first steps of a drafter
@@ -109,14 +107,8 @@ class DraftBudget:
             return Phase.PROPOSE
         return Phase.NONE if self.lapses or not keeps_context else Phase.COMMIT
 
-    def cut(
-        self,
-        offers: Sequence[tuple[int, Sequence[float], int]],
-        num_asked: int,
-        num_certain: int,
-        num_rows: int,
-    ) -> list[int]:
-        """How many drafts of each offer (sequence id, confidences, most that are of use) are verified.
+    def cut(self, offers: Sequence[Offer], num_asked: int, num_certain: int, num_rows: int) -> list[int]:
+        """How many drafts of each offer are verified.
 
         `num_asked` blocks were asked for; the step has `num_certain` rows besides, among them one for each
         offer, and room for `num_rows` drafts.
@@ -125,52 +117,38 @@ class DraftBudget:
             num_rows = min(num_rows, _FIRST_ROWS << self._num_cuts // _RAMP_STEPS)
             self._num_cuts += 1
         self.survival.refresh(max((most for _, _, most in offers), default=0))
-        products = self.survival.products
-        chances = [products(sequence_id, confidences, most) for sequence_id, confidences, most in offers]
-        falling = sorted(chain.from_iterable(chances), reverse=True)
+        chances = self.survival.products(offers)
+        falling = np.sort(chances[chances > 0.0])[::-1]
         self._returns.take(falling, num_asked)
         num_taken = self._best_cut(falling[:num_rows], len(offers), num_asked, num_certain)
         if self.mode is Mode.PROBING and num_taken < _PROBE_ROWS:
-            return self._probe(chances, min(_PROBE_ROWS, num_rows))
+            return self._probe((chances > 0.0).sum(1).tolist(), min(_PROBE_ROWS, num_rows))
         if num_taken == 0:
-            return [0] * len(chances)
+            return [0] * len(offers)
         least = falling[num_taken - 1]
-        num_over = -num_taken
-        cuts: list[int] = []
-        for block in chances:
-            num_drafts = len(block)
-            while num_drafts > 0 and block[num_drafts - 1] < least:
-                num_drafts -= 1
-            num_over += num_drafts
-            cuts.append(num_drafts)
-        for index, num_drafts in enumerate(cuts):
-            if num_over > 0 and num_drafts > 0 and chances[index][num_drafts - 1] == least:
-                cuts[index] -= 1
-                num_over -= 1
-        return cuts
+        cuts = (chances >= least).sum(1)
+        # Of those as likely as the last that is taken, the first blocks' are not: no more than fit.
+        lasts = np.flatnonzero((chances == least).any(1))
+        cuts[lasts[: int(cuts.sum()) - num_taken]] -= 1
+        return cuts.tolist()
 
-    def settled(
-        self, sequence_id: int, confidences: Sequence[float], num_drafts: int, num_stood: int
-    ) -> None:
-        """A block was verified."""
-        self.survival.learn(sequence_id, confidences, num_drafts, num_stood)
-        self._probe_stood += num_stood
+    def settled(self, verified: Iterable[Verified]) -> None:
+        """Blocks were verified."""
+        self._probe_stood += self.survival.learn(verified)
 
-    def _best_cut(self, falling: list[float], num_tokens: int, num_asked: int, num_certain: int) -> int:
+    def _best_cut(self, falling: Floats, num_tokens: int, num_asked: int, num_certain: int) -> int:
         last = num_certain + len(falling)
         draft_ms = self.draft.estimate(num_asked) + _LEAST_MS
-        costs = self.verify.table(last)[num_certain : last + 1]
-        tokens = accumulate(falling, initial=float(num_tokens))
-        speeds = [num / (draft_ms + cost) for num, cost in zip(tokens, costs, strict=True)]
-        return speeds.index(max(speeds))
+        tokens = num_tokens + _sums(falling)
+        return int((tokens / (draft_ms + self.verify.table(last)[num_certain : last + 1])).argmax())
 
-    def _probe(self, chances: list[list[float]], num_rows: int) -> list[int]:
+    def _probe(self, lens: list[int], num_rows: int) -> list[int]:
         """One block, each time another sequence's, whatever it promises."""
-        cuts = [0] * len(chances)
-        offering = [index for index, block in enumerate(chances) if block]
+        cuts = [0] * len(lens)
+        offering = [index for index, num_drafts in enumerate(lens) if num_drafts > 0]
         if offering:
             index = offering[self._num_probes % len(offering)]
-            cuts[index] = min(num_rows, len(chances[index]))
+            cuts[index] = min(num_rows, lens[index])
             self._num_probes += 1
         return cuts
 
@@ -180,12 +158,10 @@ class DraftBudget:
         if plain_ms <= 0:
             return 1.0  # nothing is known yet
         draft_ms = self.draft.estimate(num_drafting)
-        best = max(
-            (num_sequences + num_drafting * gain)
-            / (draft_ms + self.verify.estimate(num_sequences + num_drafting * rows))
-            for rows, gain in self._returns.curve()
-        )
-        return best * plain_ms / num_sequences
+        rows, gains = self._returns.rows, self._returns.gains
+        costs = draft_ms + self.verify.estimates(num_sequences + num_drafting * rows)
+        best = ((num_sequences + num_drafting * gains) / costs).max()
+        return float(best) * plain_ms / num_sequences
 
     def _end_drafting(self) -> None:
         if self._num_phases >= _PROVEN:
@@ -216,51 +192,36 @@ class DraftBudget:
 
 
 class _Returns:
-    """What blocks would give if all drafts above a chance were verified: rows and tokens for each block."""
+    """What blocks would give if all drafts above a chance were verified, from none to all of them.
+
+    `rows` and `gains` [edges]: drafts and expected tokens for each block.
+    """
 
     def __init__(self) -> None:
-        self._edges = [1 - (place + 1) / _NUM_BINS for place in range(_NUM_BINS)]
-        self._rows = [0.0] * _NUM_BINS  # of chances above each edge
-        self._gains = [0.0] * _NUM_BINS
+        self._edges = np.linspace(1.0, 0.0, _NUM_BINS + 1)
+        self.rows = np.zeros(_NUM_BINS + 1)
+        self.gains = np.zeros(_NUM_BINS + 1)
         self._num_taken = 0
 
-    def take(self, falling: Sequence[float], num_asked: int) -> None:
+    def take(self, falling: Floats, num_asked: int) -> None:
         """Mix in the chances of a phase, the best first; the older ones fade."""
         if num_asked == 0:
             return
-        sums = list(accumulate(falling, initial=0.0))
-        ends = [bisect_right(falling, -edge, key=neg) for edge in self._edges]
-        rows, gains = ends, [sums[end] for end in ends]
+        ends = np.searchsorted(-falling, -self._edges, side="right")
         self._num_taken += 1
         share = max(1 / self._num_taken, 0.15)
-        self._rows = [
-            old + share * (new / num_asked - old) for old, new in zip(self._rows, rows, strict=True)
-        ]
-        self._gains = [
-            old + share * (new / num_asked - old) for old, new in zip(self._gains, gains, strict=True)
-        ]
+        self.rows += share * (ends / num_asked - self.rows)
+        self.gains += share * (_sums(falling)[ends] / num_asked - self.gains)
 
-    def curve(self) -> list[tuple[float, float]]:
-        """(rows, tokens gained) for each block, the most likely drafts first, from none to all."""
-        return [(0.0, 0.0), *zip(self._rows, self._gains, strict=True)]
+
+def _sums(values: Floats) -> Floats:
+    """Of none of them, the first, the first two, ..."""
+    return np.concatenate(([0.0], values.cumsum()))
 
 
 def most_drafts(configured: int | None, max_drafts: int) -> int:
     """The k of a shard: what was configured, as far as its proposer goes."""
     return max_drafts if configured is None else min(configured, max_drafts)
-
-
-def useful_drafts(request: Request, num_drafts: int) -> int:
-    """Of so many drafts, how many could be emitted: the last token of an output is never a draft's gain.
-
-    The limit on output also keeps the block below the context limit, which admission holds against it.
-    """
-    num_left = request.params.max_tokens - (len(request.tokens) - request.prompt_len) - 1
-    if num_left < num_drafts:
-        num_drafts = num_left
-    if request.max_draft_tokens < num_drafts:
-        num_drafts = request.max_draft_tokens
-    return num_drafts if num_drafts > 0 else 0
 
 
 def share_rows(wanted: Sequence[int], num_rows: int) -> list[int]:

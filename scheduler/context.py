@@ -14,16 +14,17 @@ Memory that is short makes windows shorter, never a request fail.
 """
 
 import heapq
+import sys
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from ..cluster.messages import Commit, Open, Propose, ShardPlan, ShardReady, Slide
-from .budget import useful_drafts
 from .pages import PagePool
 from .request import Request, State
 
 
-class Computed(NamedTuple):
+class Computed(msgspec.Struct, frozen=True, gc=False):
     """Rows of the last step that stand: positions base .. base + num_rows - 1, tap rows first_row onwards."""
 
     request: Request
@@ -50,6 +51,8 @@ class Window:
     end: int
     num_told: int
     next_page: int  # of the sequence, the first that may still be published
+    covered: int  # positions before it have pages, as far as the context goes
+    capacity: int  # the same with lookahead pages; both end with a page
 
 
 @dataclass(slots=True)
@@ -64,6 +67,7 @@ class _Draft:
     num_drafts: int = 0
     moved_to: dict[int, int] = field(default_factory=dict[int, int])  # sequence -> base of its restart
     restarted: list[tuple[Request, int]] = field(default_factory=list[tuple[Request, int]])
+    above_cap: list[int] = field(default_factory=list[int])  # sequences whose windows must slide
 
 
 class ContextLedger:
@@ -79,7 +83,7 @@ class ContextLedger:
         self.restarted: list[tuple[Request, int]] = []  # by the last plan: who, and where its window begins
         caps = [cap for cap in (ready.max_context_len, context_cap) if cap > 0]
         # Prompt and output are a cap as well, one that no window can exceed.
-        self._cap = max(page_size, min(caps)) if caps else None
+        self._cap = max(page_size, min(caps)) if caps else sys.maxsize
         self._page_size = page_size
         self._publishes = publishes
         self._free: list[int] = []  # sequences the shard has still to be told to drop
@@ -144,49 +148,51 @@ class ContextLedger:
             table = self.pool.table(sequence_id)
             num_held = self._num_held(window.start, window.end)
             assert len(table) >= num_held, f"sequence {sequence_id}: {window} in {len(table)} pages"
-            if self._cap is not None:
-                assert window.end - window.start <= self._cap, f"sequence {sequence_id}: {window} > cap"
-            first = window.end // self._page_size - window.start // self._page_size
+            assert window.end - window.start <= self._cap, f"sequence {sequence_id}: {window} > cap"
+            first_page = window.start // self._page_size
+            assert window.covered == (first_page + num_held) * self._page_size, f"{sequence_id}: {window}"
+            assert window.capacity == (first_page + len(table)) * self._page_size, f"{sequence_id}: {window}"
+            first = window.end // self._page_size - first_page
             assert not any(map(self.pool.is_shared, table[first:])), (
                 f"sequence {sequence_id} shares a page that is not full"
             )
 
     def _make_room(self, draft: _Draft, computed: list[Computed]) -> list[Computed]:
-        """Take pages for the rows of the windows there are; skip rows that would be slid away at once.
-
-        Returns the rows of sequences without a window.
-        """
-        pool, windows, page_size = self.pool, self.windows, self._page_size
-        tables, num_free = pool.tables, pool.num_free
-        cap = self._cap
+        """Take pages for the rows of the windows there are; returns the rows of sequences without one."""
+        windows, cap = self.windows, self._cap
         others: list[Computed] = []
         for c in computed:
-            request, base, _, num_rows = c
-            sequence_id = request.sequence_id
-            window = windows.get(sequence_id)
+            window = windows.get(c.request.sequence_id)
             if window is None:
                 others.append(c)
                 continue
-            end = base + num_rows
-            if cap is not None and end > cap:
-                base = max(base, self._lowest_start(end))
-            if base > window.end:
-                pool.release(sequence_id)
-                window.start = window.end = draft.moved_to[sequence_id] = base
-                window.next_page = -(-base // page_size)
-                num_free = pool.num_free
-            num_lacking = -(-end // page_size) - window.start // page_size
-            if sequence_id in tables:
-                num_lacking -= len(tables[sequence_id])
-            if num_lacking > num_free:
-                draft.moved_to.pop(sequence_id, None)
-                self.drop(sequence_id)
+            num_rows = c.num_rows
+            fits = c.base == window.end and window.end + num_rows <= window.capacity and num_rows <= cap
+            if not fits and not self._grow(draft, c, window):
                 others.append(c)
-                num_free = pool.num_free
-            elif num_lacking > 0:
-                pool.extend(sequence_id, num_lacking)
-                num_free -= num_lacking
         return others
+
+    def _grow(self, draft: _Draft, c: Computed, window: Window) -> bool:
+        """Take the pages a window lacks, and skip rows that would be slid away at once.
+
+        False if there are not as many: the window is dropped.
+        """
+        sequence_id, page_size = c.request.sequence_id, self._page_size
+        base = max(c.base, self._lowest_start(c.end))
+        if base > window.end:
+            self.pool.release(sequence_id)
+            window.start = window.end = draft.moved_to[sequence_id] = base
+            window.next_page = -(-base // page_size)
+            window.covered = window.capacity = base // page_size * page_size
+        num_lacking = -((window.capacity - c.end) // page_size)
+        if num_lacking > self.pool.num_free:
+            draft.moved_to.pop(sequence_id, None)
+            self.drop(sequence_id)
+            return False
+        if num_lacking > 0:
+            self.pool.extend(sequence_id, num_lacking)
+            window.capacity += num_lacking * page_size
+        return True
 
     def _open(self, draft: _Draft, others: list[Computed]) -> None:
         """Give sequences without a window one at their base, or as far behind it as pages are short."""
@@ -205,7 +211,14 @@ class ContextLedger:
             num_lacking = self._num_held(start, c.end) - len(pages)
             self.pool.extend(request.sequence_id, num_lacking)
             told = request.tokens[:-1]  # the anchor always comes with a proposal
-            self.windows[request.sequence_id] = Window(start, base, len(told), -(-base // self._page_size))
+            self.windows[request.sequence_id] = Window(
+                start,
+                base,
+                num_told=len(told),
+                next_page=-(-base // self._page_size),
+                covered=base // self._page_size * self._page_size,
+                capacity=num_last * self._page_size,
+            )
             draft.open.append(
                 Open(request.sequence_id, told, request.prompt_len, request.params, start, base, pages)
             )
@@ -226,41 +239,42 @@ class ContextLedger:
         return pages
 
     def _commit(self, draft: _Draft, computed: list[Computed]) -> None:
-        windows, tables, page_size = self.windows, self.pool.tables, self._page_size
+        windows, page_size, cap = self.windows, self._page_size, self._cap
         step, commits, moved_to = draft.step, draft.commits, draft.moved_to
+        publishes = self._publishes
         # Restarts first: the pages that they let go of may be among those of the others.
         ordered = (
             sorted(computed, key=lambda c: c.request.sequence_id not in moved_to) if moved_to else computed
         )
-        for request, base, first_row, num_rows in ordered:
+        for c in ordered:
+            request = c.request
             sequence_id = request.sequence_id
             window = windows.get(sequence_id)
             if window is None:
                 continue
-            start, last_end, end = window.start, window.end, base + num_rows
-            num_skipped = last_end - base
-            num_rows -= num_skipped
-            first = start // page_size
-            num_held = 0 if start == last_end else -(-last_end // page_size) - first
-            num_needed = -(-end // page_size) - first
-            new_pages: list[int] = []
-            if num_needed > num_held:
-                table = tables[sequence_id]
-                new_pages = [table[index] for index in range(num_held, num_needed)]
+            base = window.end
+            num_skipped = base - c.base  # only a restart skips rows
+            num_rows = c.num_rows - num_skipped
+            window.end = end = base + num_rows
+            new_pages = self._cover(sequence_id, window) if end > window.covered else []
             is_restart = sequence_id in moved_to
-            commits.append(
-                Commit(sequence_id, step, first_row + num_skipped, num_rows, last_end, new_pages, is_restart)
-            )
+            first_row = c.first_row + num_skipped
+            commits.append(Commit(sequence_id, step, first_row, num_rows, base, new_pages, is_restart))
             if is_restart:
-                draft.restarted.append((request, start))
+                draft.restarted.append((request, window.start))
             self.num_commit_rows += num_rows
-            window.end = end
-        if self._publishes:
-            for c in computed:
-                request = c[0]
-                window = windows.get(request.sequence_id)
-                if window is not None and request.verified // page_size > window.next_page:
-                    self._publish(request, window)
+            if end - window.start > cap:
+                draft.above_cap.append(sequence_id)
+            if publishes and request.verified // page_size > window.next_page:
+                self._publish(request, window)
+
+    def _cover(self, sequence_id: int, window: Window) -> list[int]:
+        """The pages that a window's new end reaches into, and its last did not."""
+        page_size = self._page_size
+        first_page, first_new = window.start // page_size, window.covered // page_size
+        end_page = -(-window.end // page_size)
+        window.covered = end_page * page_size
+        return self.pool.part(sequence_id, first_new - first_page, end_page - first_page)
 
     def _publish(self, request: Request, window: Window) -> None:
         """Make full, verified pages known."""
@@ -275,29 +289,25 @@ class ContextLedger:
 
     def _slide(self, draft: _Draft, computed: list[Computed], num_drafts: int) -> None:
         """Move windows above their cap, then the largest of all while pages are short."""
-        moved: set[int] = set()
+        for sequence_id in draft.above_cap:
+            window = self.windows[sequence_id]
+            self._move(sequence_id, window, self._lowest_start(window.end))
+        moved = set(draft.above_cap)
         lookahead = num_drafts + 1
         num_most = 1 + -(-lookahead // self._page_size)
-        if self._cap is None and (self._num_starved + len(computed)) * num_most <= self.pool.num_free:
-            return  # nothing is above a cap, and whatever is wanted is there
-        num_wanted = self._num_starved * num_most
-        for c in computed:
-            sequence_id = c.request.sequence_id
-            window = self.windows.get(sequence_id)
-            if window is None:
-                continue
-            if (lowest := self._lowest_start(window.end)) > window.start:
-                self._move(sequence_id, window, lowest)
-                moved.add(sequence_id)
-            num_needed = -(-(window.end + lookahead) // self._page_size) - window.start // self._page_size
-            num_wanted += max(0, num_needed - self.pool.num_owned(sequence_id))
-        if num_wanted > self.pool.num_free:
+        if (self._num_starved + len(computed)) * num_most > self.pool.num_free:
+            found = [self.windows.get(c.request.sequence_id) for c in computed]
+            lacking = [w.end + lookahead - w.capacity for w in found if w is not None]
+            num_wanted = self._num_starved * num_most
+            num_wanted += sum(-(-num // self._page_size) for num in lacking if num > 0)
             self._give_way(moved, num_wanted)
         draft.slides += [Slide(sequence_id, self.windows[sequence_id].start) for sequence_id in sorted(moved)]
         self.num_slides += len(moved)
 
     def _give_way(self, moved: set[int], num_wanted: int) -> None:
         """Take the first page of whichever window is the longest, until enough are free or none has two."""
+        if num_wanted <= self.pool.num_free:
+            return
         heap = [(-self._num_held(w.start, w.end), sequence_id) for sequence_id, w in self.windows.items()]
         heapq.heapify(heap)
         while heap and num_wanted > self.pool.num_free:
@@ -318,52 +328,50 @@ class ContextLedger:
     def _propose(self, draft: _Draft, computed: list[Computed], num_drafts: int) -> None:
         if num_drafts == 0:
             return
-        windows, tables, page_size = self.windows, self.pool.tables, self._page_size
+        windows, keeps_context = self.windows, self.keeps_context
         propose, block_len = draft.propose, num_drafts + 1
         for c in computed:
-            request = c[0]
-            tokens = request.tokens
-            # None while the prompt is being read, and none for a request that has ended.
-            if len(tokens) - c[1] - c[3] != 1 or request.state is State.FINISHED:
-                continue
-            wanted = useful_drafts(request, num_drafts)
-            if wanted == 0:
-                continue
+            request = c.request
+            tokens, most = request.tokens, request.most_drafts
+            if most == 0 or len(tokens) - request.computed > 1:
+                continue  # it has ended, or its prompt is being read
             sequence_id = request.sequence_id
             window = windows.get(sequence_id)
-            lookahead: list[int] = []
-            if not self.keeps_context:
+            lookahead: list[int] | None = []
+            if not keeps_context:
                 window = window or self._open_without_context(draft, request)
-            elif window is None:
+            elif window is None or (lookahead := self._look_ahead(sequence_id, window, block_len)) is None:
                 continue
-            else:
-                start, end = window.start, window.end
-                first = start // page_size
-                num_held = 0 if start == end else -(-end // page_size) - first
-                num_needed = -(-(end + block_len) // page_size) - first
-                table = tables.get(sequence_id, ())
-                num_owned = len(table)
-                if num_needed > num_owned:
-                    if num_needed - num_owned > self.pool.num_free:
-                        continue
-                    self.pool.extend(sequence_id, num_needed - num_owned)
-                    num_owned, table = num_needed, tables[sequence_id]
-                if num_owned > num_held:
-                    lookahead = [table[index] for index in range(num_held, num_owned)]
             propose.append(Propose(sequence_id, tokens[window.num_told :], lookahead))
             window.num_told = len(tokens)
-            if wanted > draft.num_drafts:
-                draft.num_drafts = wanted
+            if most > draft.num_drafts:
+                draft.num_drafts = most
+        draft.num_drafts = min(draft.num_drafts, num_drafts)
+
+    def _look_ahead(self, sequence_id: int, window: Window, block_len: int) -> list[int] | None:
+        """The pages behind a window that its next block is written to; None if they are not to be had."""
+        page_size = self._page_size
+        if (end := window.end + block_len) > window.capacity:
+            num_lacking = -((window.capacity - end) // page_size)
+            if num_lacking > self.pool.num_free:
+                return None
+            self.pool.extend(sequence_id, num_lacking)
+            window.capacity += num_lacking * page_size
+        if window.capacity == window.covered:
+            return []
+        first_page = window.start // page_size
+        first, last = window.covered // page_size, window.capacity // page_size
+        return self.pool.part(sequence_id, first - first_page, last - first_page)
 
     def _open_without_context(self, draft: _Draft, request: Request) -> Window:
         told = request.tokens[:-1]
         draft.open.append(Open(request.sequence_id, told, request.prompt_len, request.params))
-        window = self.windows[request.sequence_id] = Window(0, 0, len(told), 0)
+        window = self.windows[request.sequence_id] = Window(0, 0, num_told=len(told), next_page=0, covered=0, capacity=0)
         return window
 
     def _lowest_start(self, end: int) -> int:
         """Where a window that ends at `end` may begin: at a whole page, within the cap."""
-        if self._cap is None or end <= self._cap:
+        if end <= self._cap:
             return 0
         return -(-(end - self._cap) // self._page_size) * self._page_size
 

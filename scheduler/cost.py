@@ -10,12 +10,17 @@ from bisect import bisect_right
 from collections import deque
 from statistics import median
 
+import numpy as np
+import numpy.typing as npt
+
 _NUM_KEPT = 9  # steps whose median is a bucket's cost
 _MIN_STEPS = 3  # below this a bucket says nothing: the first steps of a size are the slowest
 _NUM_EXACT = 8  # sizes with a bucket of their own
 _GROWTH = 1.25  # of bucket widths beyond
 _HOPE = 0.9  # share of a cost that may fall with the size, below the least size known
 _DRIFT = 0.02  # a bucket's cost that moved by less is no reason to fit again
+
+Floats = npt.NDArray[np.float64]
 
 
 class CostModel:
@@ -30,7 +35,7 @@ class CostModel:
         self._sizes: list[float] = []
         self._costs: list[float] = []
         self._slope = 0.0  # between the ends of the curve
-        self._table: list[float] = []
+        self._table = np.zeros(0)
 
     @property
     def largest(self) -> int:
@@ -65,10 +70,24 @@ class CostModel:
         share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
         return costs[right - 1] + share * (costs[right] - costs[right - 1])
 
-    def table(self, last: int) -> list[float]:
-        """Estimates of sizes 0 .. last or more; the same list until the curve changes."""
-        for size in range(len(self._table), last + 1):
-            self._table.append(self.estimate(size))
+    def estimates(self, sizes: Floats) -> Floats:
+        """The same of many sizes."""
+        if not self._sizes:
+            return np.zeros(len(sizes))
+        first, last = self._sizes[0], self._sizes[-1]
+        costs = np.interp(sizes, self._sizes, self._costs)
+        costs += self._slope * np.maximum(sizes - last, 0.0)
+        slope = max(self._slope, _HOPE * self._costs[0] / first)
+        return np.where(
+            sizes < first,
+            np.maximum(costs - slope * (first - sizes), (1 - _HOPE) * self._costs[0]),
+            costs,
+        )
+
+    def table(self, last: int) -> Floats:
+        """Estimates of sizes 0 .. last or more; the same array until the curve changes."""
+        if last >= len(self._table):
+            self._table = self.estimates(np.arange(2.0 * last + 2))
         return self._table
 
     def _fit(self) -> None:
@@ -93,7 +112,7 @@ class CostModel:
         self._costs = [total / weight for total, weight, number in pools for _ in range(number)]
         rise, run = self._costs[-1] - self._costs[0], sizes[-1] - sizes[0]
         self._slope = rise / run if run > 0 else 0.0
-        self._table = []
+        self._table = np.zeros(0)
 
 
 def _bucket_of(size: int) -> int:

@@ -1,5 +1,6 @@
 """What a scheduler counts from steps and outputs; what else Stats tells is counted where it happens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -25,18 +26,21 @@ class Counters:
     by_len: list[int] = field(default_factory=list[int])  # blocks of so many drafts
     last_num_drafts: int = 0  # of the last step, the longest
 
-    def take(self, output: Output) -> None:
-        """Count what one step gave one request."""
-        self.num_generated_tokens += len(output.token_ids)
-        if output.num_drafts == 0:
-            return
-        self.num_drafts += 1
-        self.num_draft_tokens += output.num_drafts
-        while len(self.by_accepted) <= output.num_drafts:
-            self.by_accepted.append(0)
-            self.by_len.append(0)
-        self.by_accepted[output.num_accepted] += 1
-        self.by_len[output.num_drafts] += 1
+    def take(self, outputs: Sequence[Output]) -> None:
+        """Count what one step gave."""
+        by_accepted, by_len = self.by_accepted, self.by_len
+        for output in outputs:
+            self.num_generated_tokens += len(output.token_ids)
+            num_drafts = output.num_drafts
+            if num_drafts == 0:
+                continue
+            self.num_drafts += 1
+            self.num_draft_tokens += num_drafts
+            while len(by_len) <= num_drafts:
+                by_accepted.append(0)
+                by_len.append(0)
+            by_accepted[output.num_accepted] += 1
+            by_len[num_drafts] += 1
 
     def plan(self, plan: StepPlan) -> None:
         """Count a step that begins."""

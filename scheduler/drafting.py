@@ -10,14 +10,15 @@ read. A shard is only ever a gain: whatever it does, lacks or fails at, its sequ
 
 from collections.abc import Sequence
 
-from ..cluster.messages import BudgetMode, Output, ShardLost, ShardSilent
-from .budget import DraftBudget, Phase, most_drafts, share_rows, useful_drafts
+from ..cluster.messages import BudgetMode, ShardLost, ShardSilent
+from .budget import DraftBudget, Phase, most_drafts, share_rows
 from .context import Computed, ContextLedger
 from .events import DraftsArrived, ShardUp, ToShard
 from .limits import Limits
 from .request import Request, State
 from .shards import Shard, choose_owner
 from .story import Stories
+from .survival import Verified
 
 
 class Drafting:
@@ -37,7 +38,7 @@ class Drafting:
         self.yields = False  # prompts used up the rows of the last step that the pace allows: nobody drafts
         self._limits = limits
         self._stories = stories
-        self._confidences: dict[int, list[float]] = {}  # of `drafts`, and of those that are being verified
+        self._confidences: dict[int, list[float]] = {}  # of `drafts`
         self._num_asked = 0  # blocks asked for in the last phase
         self._began_at = 0.0  # when the last phase began
         self._shard_s = 0.0  # the longest that a shard says it took for it
@@ -130,11 +131,12 @@ class Drafting:
     def share(self, decodes: Sequence[Request], num_certain: int, num_rows: int) -> list[int]:
         """How many drafts of each are verified, beside `num_certain` other rows; `num_rows` are left."""
         drafts = self.drafts
-        wanted = [useful_drafts(r, len(drafts.get(r.sequence_id, ()))) for r in decodes]
+        wanted = [min(r.most_drafts, len(drafts.get(r.sequence_id, ()))) for r in decodes]
         if not self._limits.draft_budget:
             return share_rows(wanted, num_rows)
+        confidences = self._confidences
         offers = [
-            (r.sequence_id, self._confidences.get(r.sequence_id, ()), most)
+            (r.sequence_id, confidences.get(r.sequence_id, ()), most)
             for r, most in zip(decodes, wanted, strict=True)
         ]
         num_asked, self._num_asked = self._num_asked, 0
@@ -146,16 +148,20 @@ class Drafting:
             [max(cut, min(most, least)) for cut, most in zip(cuts, wanted, strict=True)], num_rows
         )
 
-    def settled(self, request: Request, output: Output) -> None:
-        """What stood of a block; one that ends its request may be cut off before it is put to the test."""
-        confidences = self._confidences.pop(request.sequence_id, None)
-        if confidences is not None and output.num_drafts > 0 and output.finish_reason is None:
-            self.budget.settled(request.sequence_id, confidences, output.num_drafts, output.num_accepted)
+    def planned(self) -> None:
+        """The drafts are in a plan."""
+        self.drafts.clear()
+        self._confidences.clear()
+
+    def settled(self, verified: Sequence[Verified]) -> None:
+        """What stood of each block; one that ends its request may be cut off before it is put to the test."""
+        if self._limits.draft_budget:
+            self.budget.settled(verified)
 
     def assign(self, request: Request, keys: list[bytes]) -> None:
         """Give a sequence an owner when it is admitted; `keys` are those of its cached prefix."""
         request.shard = -1
-        if useful_drafts(request, 1) == 0:
+        if request.most_drafts == 0:
             return
         num_pages = self._limits.pages_for(len(request.tokens))
         if (shard := choose_owner(self.shards, keys, num_pages)) is not None:
@@ -182,13 +188,13 @@ class Drafting:
             self._rest(computed)
             return []
         commands: list[ToShard] = []
-        by_shard: dict[int, list[Computed]] = {}
+        parts: list[list[Computed]] = [[] for _ in self.shards]
         for c in computed:
-            shard = self._owner_for(c)
-            if shard is not None:
-                by_shard.setdefault(shard.index, []).append(c)
-        for index, rows in by_shard.items():
-            commands += self._plan(self.shards[index], step, rows, phase is Phase.PROPOSE, now)
+            if (shard := self._owner_for(c)) is not None:
+                parts[shard.index].append(c)
+        for shard, rows in zip(self.shards, parts, strict=True):
+            if rows:
+                commands += self._plan(shard, step, rows, phase is Phase.PROPOSE, now)
         self.phase += self.is_waiting
         self._began_at, self._shard_s = now, 0.0
         return commands
@@ -213,7 +219,7 @@ class Drafting:
 
     def _owner_for(self, c: Computed) -> Shard | None:
         """The shard that has to hear of these rows; None if none has."""
-        request = c[0]
+        request = c.request
         if request.shard >= 0 and request.state is not State.FINISHED:
             ledger = self.shards[request.shard].ledger
             if ledger is not None and request.sequence_id in ledger.windows:
@@ -231,11 +237,11 @@ class Drafting:
         shard = self.shards[request.shard]
         if shard.ledger is None:
             return None
-        return shard if useful_drafts(request, 1) > 0 else None
+        return shard if request.most_drafts > 0 else None
 
     def _next_phase(self, computed: list[Computed]) -> Phase:
         decoding = [c.request for c in computed if c.is_decoding]
-        num_drafting = sum(useful_drafts(request, 1) for request in decoding)
+        num_drafting = sum(request.most_drafts > 0 for request in decoding)
         if num_drafting > 0 and self._limits.min_draft_tokens > 0:
             return Phase.PROPOSE
         keeps_context = any(s.ledger is not None and s.ledger.keeps_context for s in self.shards)

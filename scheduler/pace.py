@@ -8,7 +8,6 @@
 Only when a prompt is read depends on it, never a token.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
 from .cost import CostModel
@@ -51,5 +50,5 @@ class Pace:
             return num_rows
         last = min(num_others + num_rows, max(_FIRST_ROWS, _GROWTH * self._costs.largest))
         costs = self._costs.table(last)
-        most = bisect_right(costs, _MARGIN * self._target_ms, hi=last + 1) - 1
+        most = int(costs[: last + 1].searchsorted(_MARGIN * self._target_ms, side="right")) - 1
         return min(num_rows, max(self._least_rows, most - num_others))

@@ -9,8 +9,8 @@ its table (`share`). The ledger (page to number of owners) and the tables (owner
 twice on purpose: `check()` compares them. Target pages are one such pool, each shard's context pages another.
 """
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 
 
 class PagePool:
@@ -21,7 +21,7 @@ class PagePool:
         # Popped from the end: the lowest id first, then the page freed last, which caches may still hold.
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_owners = [0] * num_pages
-        self._tables: dict[int, deque[int]] = {}
+        self._tables: dict[int, list[int]] = {}
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # the first is taken first
@@ -30,11 +30,6 @@ class PagePool:
     def num_free(self) -> int:
         """Pages nobody owns."""
         return len(self._free) + len(self._cached)
-
-    @property
-    def tables(self) -> Mapping[int, Sequence[int]]:
-        """The pages each sequence owns, in the order of its positions; to be read, never written."""
-        return self._tables
 
     def owners(self) -> set[int]:
         """The sequences that own at least one page."""
@@ -50,21 +45,14 @@ class PagePool:
 
     def part(self, sequence_id: int, first: int, last: int) -> list[int]:
         """Pages first .. last - 1 of that table."""
-        if first >= last:
-            return []
-        table = self._tables[sequence_id]
-        return [table[index] for index in range(first, last)]
+        return self._tables[sequence_id][first:last]
 
     def extend(self, sequence_id: int, num_pages: int) -> list[int]:
         """Give a sequence this many more pages. The caller has made sure that they are free."""
         assert num_pages <= self.num_free, f"{num_pages} pages wanted, {self.num_free} free"
         pages = [self._take() for _ in range(num_pages)]
         if pages:
-            table = self._tables.get(sequence_id)
-            if table is None:
-                self._tables[sequence_id] = deque(pages)
-            else:
-                table.extend(pages)
+            self._tables.setdefault(sequence_id, []).extend(pages)
         return pages
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
@@ -98,7 +86,7 @@ class PagePool:
             self._num_owners[page] += 1
             self._cached.pop(page, None)
         if pages:
-            self._tables.setdefault(sequence_id, deque()).extend(pages)
+            self._tables.setdefault(sequence_id, []).extend(pages)
 
     def publish(self, sequence_id: int, index: int, key: bytes) -> None:
         """Say that page `index` of the sequence's table is full, final, and what `key` stands for.
@@ -122,8 +110,9 @@ class PagePool:
         if num_pages == 0:
             return
         table = self._tables[sequence_id]
-        for _ in range(num_pages):
-            self._let_go(table.popleft())
+        for page in table[:num_pages]:
+            self._let_go(page)
+        del table[:num_pages]
         if not table:
             del self._tables[sequence_id]
 

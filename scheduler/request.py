@@ -9,6 +9,7 @@ what was emitted, so it comes back as a longer prompt and goes on with the token
 """
 
 import sys
+from collections.abc import Sequence
 from enum import Enum
 
 from ..cluster.messages import Submit
@@ -43,6 +44,7 @@ class Request:
         "keys",
         "known",
         "max_draft_tokens",
+        "most_drafts",
         "num_cached",
         "num_preemptions",
         "num_published",
@@ -86,6 +88,8 @@ class Request:
         self.had_context = False  # in this stay, so that the next one is a restart
         limit = submit.max_draft_tokens
         self.max_draft_tokens = sys.maxsize if limit is None else limit
+        self.most_drafts = 0  # that the next step could emit
+        self.take(())
 
     @property
     def num_pending(self) -> int:
@@ -96,6 +100,17 @@ class Request:
     def num_output(self) -> int:
         """Tokens emitted so far, those before a resumption included."""
         return len(self.tokens) - self.prompt_len
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Append what was decided.
+
+        The last token of an output is never a draft's gain. The limit on output also keeps a block below the
+        context limit, which admission holds against it.
+        """
+        self.tokens += token_ids
+        num_left = self.params.max_tokens - (len(self.tokens) - self.prompt_len) - 1
+        most = num_left if num_left < self.max_draft_tokens else self.max_draft_tokens
+        self.most_drafts = most if most > 0 else 0
 
     def start(self, sequence_id: int, num_cached: int = 0) -> None:
         """Begin a stay on the ranks, which learn all tokens at once; the first may be computed already."""
@@ -115,6 +130,7 @@ class Request:
     def finish(self) -> None:
         """End the life of the request."""
         self._become(State.FINISHED)
+        self.most_drafts = 0
 
     def _become(self, state: State) -> None:
         assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state.value} -> {state.value}"

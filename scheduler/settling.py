@@ -27,8 +27,7 @@ def settle(request: Request, chunk: Chunk, decision: Decision | None) -> Output 
     if decision is None:
         request.computed = end
         return None
-    tokens = request.tokens
-    first_index = len(tokens) - request.prompt_len
+    first_index = len(request.tokens) - request.prompt_len
     if not decision.is_finite:
         request.computed = end
         return Output(
@@ -46,7 +45,7 @@ def settle(request: Request, chunk: Chunk, decision: Decision | None) -> Output 
         first_stop = next(index for index, token_id in enumerate(taken) if token_id in request.stop_ids)
         taken, reason = taken[: first_stop + 1], "stop"
     num_taken = len(taken)
-    tokens += taken
+    request.take(taken)
     request.computed = request.known = request.verified = end - chunk.num_decided + num_taken
     return Output(
         request_id=request.request_id,

@@ -41,6 +41,7 @@ from .queue import WaitingQueue
 from .request import Request, State
 from .settling import finish_reason, settle
 from .story import Stories
+from .survival import Verified
 
 
 class Scheduler:
@@ -112,7 +113,7 @@ class Scheduler:
         if self._live and self._in_flight is None and not self._drafting.is_waiting:
             self._num_steps += 1
             self._in_flight = self._planner.plan(self._num_steps, now)
-            self._drafting.drafts.clear()
+            self._drafting.planned()
             self._counters.plan(self._in_flight)
             commands.insert(0, self._in_flight)
         elif not self._live:
@@ -240,18 +241,22 @@ class Scheduler:
             self._pool.release(sequence_id)
         self._doomed.clear()
         computed: list[Computed] = []
-        is_drafting = self._drafting.is_active
+        verified: list[Verified] = []
+        running, is_drafting = self._planner.running, self._drafting.is_active
         first_row = num_decided_rows = 0
         for chunk in plan.chunks:
-            decision = decisions.pop(chunk.sequence_id, None)
+            sequence_id = chunk.sequence_id
+            decision = decisions.pop(sequence_id, None)
             num_decided = 0 if decision is None else len(decision.token_ids)
             if num_decided != chunk.num_decided and (decision is None or decision.is_finite):
                 raise self._mismatch(plan.step, chunk, num_decided)
-            request = self._planner.running.get(chunk.sequence_id)
+            request = running.get(sequence_id)
             if request is not None:  # else it was cancelled while the step ran
-                output = self._settle_chunk(request, chunk, decision, result.compute_s, now)
+                output = settle(request, chunk, decision)
                 if output is not None:
-                    outputs.append(output)
+                    if output.num_drafts > 0 and output.finish_reason is None:
+                        verified.append((sequence_id, output.num_drafts, output.num_accepted))
+                    outputs.append(self._settled(request, output, result.compute_s, now))
                 if is_drafting and (output is None or output.finish_reason != "error"):
                     num_rows = request.computed - chunk.start
                     computed.append(Computed(request, chunk.start, first_row, num_rows))
@@ -260,8 +265,10 @@ class Scheduler:
         self._require(
             not decisions, plan.step, f"decisions for sequences {sorted(decisions)} not in the plan"
         )
+        self._counters.take(outputs)
         commands: list[Command] = []
         if is_drafting:
+            self._drafting.settled(verified)
             # Steps that read a prompt are no measure: a row that decides nothing costs less.
             if num_decided_rows == first_row and self.limits.draft_budget:
                 self._drafting.budget.verify.observe(first_row, 1e3 * result.compute_s)
@@ -284,32 +291,25 @@ class Scheduler:
                 )
         return outputs
 
-    def _settle_chunk(
-        self, request: Request, chunk: Chunk, decision: Decision | None, compute_s: float, now: float
-    ) -> Output | None:
-        output = settle(request, chunk, decision)
-        if output is None:
-            return None
-        self._counters.take(output)
-        if output.num_drafts > 0 and self.limits.draft_budget:
-            self._drafting.settled(request, output)
+    def _settled(self, request: Request, output: Output, compute_s: float, now: float) -> Output:
+        """Draw the consequences of what a chunk gave its request; returns what the server is told."""
+        if self.limits.prefix_cache and request.verified // self.limits.page_size > request.num_published:
+            self._publish(request)
         if not request.has_spoken:
             request.has_spoken = True
             output = msgspec.structs.replace(
                 output, num_cached_tokens=request.num_cached or 0, queue_s=request.queue_s
             )
+            if output.first_index == 0 and output.finish_reason is None:
+                self._stories.note(request.request_id, now, "first token")
         if request.is_traced:
             draft_s = self._drafting.last_s if self._drafting.is_active else 0.0
             output = msgspec.structs.replace(output, draft_s=draft_s, verify_s=compute_s)
-        if self.limits.prefix_cache and request.verified // self.limits.page_size > request.num_published:
-            self._publish(request)
         if (reason := output.finish_reason) is not None:
             if request.num_preemptions > 0:
                 output = msgspec.structs.replace(output, num_preemptions=request.num_preemptions)
             self._counters.num_corrupted += reason == "error"
             self._finish(request, reason, now)
-        elif output.first_index == 0:
-            self._stories.note(request.request_id, now, "first token")
         return output
 
     def _publish(self, request: Request) -> None:

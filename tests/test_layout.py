@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"cluster": 0, "scheduler": 1, "kernels": 1, "workers": 2, "drafter": 2, "deploy": 3}
 TOP_LEVEL = {"cluster", "workers", "drafter", "scheduler", "kernels", "deploy", "tests", "helm", "docs"}
 SHELLS = {"scheduler/actor.py"}  # the only scheduler file that may know Ray
-OUTSIDE_THE_SCHEDULER = {"torch", "ray", "zmq", "socket", "numpy", "asyncio"}
+OUTSIDE_THE_SCHEDULER = {"torch", "ray", "zmq", "socket", "asyncio"}
 
 
 def sources() -> list[Path]:

@@ -497,7 +497,7 @@ def take_an_old_answer(patch: pytest.MonkeyPatch) -> None:
 def slide_a_shared_page(patch: pytest.MonkeyPatch) -> None:
     def careless(pool: PagePool, sequence_id: int, num_pages: int) -> None:
         for _ in range(num_pages):
-            pool._free.append(pool._tables[sequence_id].popleft())
+            pool._free.append(pool._tables[sequence_id].pop(0))
 
     patch.setattr(PagePool, "release_first", careless)
 

@@ -1,6 +1,7 @@
 """Which drafts stand: those before the first that differs from the target's own draw."""
 
 from collections.abc import Sequence
+from operator import ne
 
 
 def num_standing(drafts: Sequence[int], decided: Sequence[int]) -> int:
@@ -8,7 +9,9 @@ def num_standing(drafts: Sequence[int], decided: Sequence[int]) -> int:
 
     One more token than that is emitted: the decision behind the last draft that stands.
     """
-    for index, (draft, decision) in enumerate(zip(drafts, decided, strict=False)):
-        if draft != decision:
-            return index
-    return min(len(drafts), len(decided))
+    num = 0
+    for differs in map(ne, drafts, decided):
+        if differs:
+            break
+        num += 1
+    return num

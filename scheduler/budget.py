@@ -18,13 +18,13 @@ they lapse, for a phase in each step is what a drafter that does not pay must no
 in WARMING, some steps before drafts are looked at, so that these are not judged by an empty context.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
 
 from .cost import CostModel, Floats
-from .survival import Offer, Survival, Verified
+from .survival import Offers, Survival, Verified
 
 _NUM_BINS = 16  # of chances, in what drafts would have given
 _FIRST_ROWS = 8  # drafts in the first steps of a drafter
@@ -107,7 +107,7 @@ class DraftBudget:
             return Phase.PROPOSE
         return Phase.NONE if self.lapses or not keeps_context else Phase.COMMIT
 
-    def cut(self, offers: Sequence[Offer], num_asked: int, num_certain: int, num_rows: int) -> list[int]:
+    def cut(self, offers: Offers, num_asked: int, num_certain: int, num_rows: int) -> list[int]:
         """How many drafts of each offer are verified.
 
         `num_asked` blocks were asked for; the step has `num_certain` rows besides, among them one for each
@@ -116,31 +116,32 @@ class DraftBudget:
         if self._num_cuts < 16 * _RAMP_STEPS:
             num_rows = min(num_rows, _FIRST_ROWS << self._num_cuts // _RAMP_STEPS)
             self._num_cuts += 1
-        self.survival.refresh(max((most for _, _, most in offers), default=0))
+        self.survival.refresh(max(offers.most, default=0))
         chances = self.survival.products(offers)
-        falling = np.sort(chances[chances > 0.0])[::-1]
-        self._returns.take(falling, num_asked)
-        num_taken = self._best_cut(falling[:num_rows], len(offers), num_asked, num_certain)
+        rising = np.sort(chances[chances > 0.0])
+        gains = np.concatenate(([0.0], rising[::-1].cumsum()))  # of the best, the best two, ...
+        self._returns.take(rising, gains, num_asked)
+        num_taken = self._best_cut(gains[: num_rows + 1], len(chances), num_asked, num_certain)
         if self.mode is Mode.PROBING and num_taken < _PROBE_ROWS:
             return self._probe((chances > 0.0).sum(1).tolist(), min(_PROBE_ROWS, num_rows))
         if num_taken == 0:
-            return [0] * len(offers)
-        least = falling[num_taken - 1]
+            return [0] * len(chances)
+        least = rising[-num_taken]
         cuts = (chances >= least).sum(1)
-        # Of those as likely as the last that is taken, the first blocks' are not: no more than fit.
-        lasts = np.flatnonzero((chances == least).any(1))
-        cuts[lasts[: int(cuts.sum()) - num_taken]] -= 1
+        if (num_over := int(cuts.sum()) - num_taken) > 0:
+            # As likely as the last that fits are more: the first blocks lose theirs.
+            cuts[np.flatnonzero((chances == least).any(1))[:num_over]] -= 1
         return cuts.tolist()
 
-    def settled(self, verified: Iterable[Verified]) -> None:
+    def settled(self, verified: Sequence[Verified]) -> None:
         """Blocks were verified."""
         self._probe_stood += self.survival.learn(verified)
 
-    def _best_cut(self, falling: Floats, num_tokens: int, num_asked: int, num_certain: int) -> int:
-        last = num_certain + len(falling)
+    def _best_cut(self, gains: Floats, num_tokens: int, num_asked: int, num_certain: int) -> int:
         draft_ms = self.draft.estimate(num_asked) + _LEAST_MS
-        tokens = num_tokens + _sums(falling)
-        return int((tokens / (draft_ms + self.verify.table(last)[num_certain : last + 1])).argmax())
+        end = num_certain + len(gains)
+        costs = self.verify.table(end)[num_certain:end]
+        return int(((num_tokens + gains) / (draft_ms + costs)).argmax())
 
     def _probe(self, lens: list[int], num_rows: int) -> list[int]:
         """One block, each time another sequence's, whatever it promises."""
@@ -203,20 +204,15 @@ class _Returns:
         self.gains = np.zeros(_NUM_BINS + 1)
         self._num_taken = 0
 
-    def take(self, falling: Floats, num_asked: int) -> None:
-        """Mix in the chances of a phase, the best first; the older ones fade."""
+    def take(self, rising: Floats, gains: Floats, num_asked: int) -> None:
+        """Mix in a phase: the chances of its drafts, and what the best of them give; the older ones fade."""
         if num_asked == 0:
             return
-        ends = np.searchsorted(-falling, -self._edges, side="right")
+        rows = len(rising) - rising.searchsorted(self._edges)
         self._num_taken += 1
         share = max(1 / self._num_taken, 0.15)
-        self.rows += share * (ends / num_asked - self.rows)
-        self.gains += share * (_sums(falling)[ends] / num_asked - self.gains)
-
-
-def _sums(values: Floats) -> Floats:
-    """Of none of them, the first, the first two, ..."""
-    return np.concatenate(([0.0], values.cumsum()))
+        self.rows += share * (rows / num_asked - self.rows)
+        self.gains += share * (gains[rows] / num_asked - self.gains)
 
 
 def most_drafts(configured: int | None, max_drafts: int) -> int:

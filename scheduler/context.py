@@ -36,12 +36,6 @@ class Computed(msgspec.Struct, frozen=True, gc=False):
     def end(self) -> int:
         return self.base + self.num_rows
 
-    @property
-    def is_decoding(self) -> bool:
-        """Whether a block could follow: the prompt is read, and the request goes on."""
-        request = self.request
-        return len(request.tokens) - request.computed == 1 and request.state is not State.FINISHED
-
 
 @dataclass(slots=True)
 class Window:
@@ -279,13 +273,9 @@ class ContextLedger:
     def _publish(self, request: Request, window: Window) -> None:
         """Make full, verified pages known."""
         num_final = min(window.end, request.verified) // self._page_size
-        if window.next_page >= num_final:
-            return
-        keys = request.keys.upto(request.tokens, num_final * self._page_size)
-        first = window.start // self._page_size
-        for index in range(window.next_page, num_final):
-            self.pool.publish(request.sequence_id, index - first, keys[index])
-        window.next_page = num_final
+        keys = request.keys.upto(request.tokens, num_final * self._page_size, window.next_page)
+        self.pool.publish(request.sequence_id, window.next_page - window.start // self._page_size, keys)
+        window.next_page = max(window.next_page, num_final)
 
     def _slide(self, draft: _Draft, computed: list[Computed], num_drafts: int) -> None:
         """Move windows above their cap, then the largest of all while pages are short."""
@@ -366,7 +356,9 @@ class ContextLedger:
     def _open_without_context(self, draft: _Draft, request: Request) -> Window:
         told = request.tokens[:-1]
         draft.open.append(Open(request.sequence_id, told, request.prompt_len, request.params))
-        window = self.windows[request.sequence_id] = Window(0, 0, num_told=len(told), next_page=0, covered=0, capacity=0)
+        window = self.windows[request.sequence_id] = Window(
+            0, 0, num_told=len(told), next_page=0, covered=0, capacity=0
+        )
         return window
 
     def _lowest_start(self, end: int) -> int:

@@ -18,7 +18,7 @@ from .limits import Limits
 from .request import Request, State
 from .shards import Shard, choose_owner
 from .story import Stories
-from .survival import Verified
+from .survival import Offers, Verified
 
 
 class Drafting:
@@ -131,14 +131,17 @@ class Drafting:
     def share(self, decodes: Sequence[Request], num_certain: int, num_rows: int) -> list[int]:
         """How many drafts of each are verified, beside `num_certain` other rows; `num_rows` are left."""
         drafts = self.drafts
-        wanted = [min(r.most_drafts, len(drafts.get(r.sequence_id, ()))) for r in decodes]
+        sequence_ids = [r.sequence_id for r in decodes]
+        wanted = [
+            min(r.most_drafts, len(drafts.get(sequence_id, ())))
+            for r, sequence_id in zip(decodes, sequence_ids, strict=True)
+        ]
         if not self._limits.draft_budget:
             return share_rows(wanted, num_rows)
         confidences = self._confidences
-        offers = [
-            (r.sequence_id, confidences.get(r.sequence_id, ()), most)
-            for r, most in zip(decodes, wanted, strict=True)
-        ]
+        offers = Offers(
+            sequence_ids, [confidences.get(sequence_id, ()) for sequence_id in sequence_ids], wanted
+        )
         num_asked, self._num_asked = self._num_asked, 0
         cuts = self.budget.cut(offers, num_asked, num_certain, num_rows)
         least = self._limits.min_draft_tokens
@@ -240,14 +243,18 @@ class Drafting:
         return shard if request.most_drafts > 0 else None
 
     def _next_phase(self, computed: list[Computed]) -> Phase:
-        decoding = [c.request for c in computed if c.is_decoding]
-        num_drafting = sum(request.most_drafts > 0 for request in decoding)
+        num_decoding = num_drafting = 0
+        for c in computed:
+            request = c.request
+            if len(request.tokens) - request.computed == 1 and request.state is not State.FINISHED:
+                num_decoding += 1
+                num_drafting += request.most_drafts > 0
         if num_drafting > 0 and self._limits.min_draft_tokens > 0:
             return Phase.PROPOSE
         keeps_context = any(s.ledger is not None and s.ledger.keeps_context for s in self.shards)
         if self.yields:
             return Phase.COMMIT if keeps_context else Phase.NONE
-        return self.budget.next_phase(len(decoding), num_drafting, keeps_context)
+        return self.budget.next_phase(num_decoding, num_drafting, keeps_context)
 
     def _rest(self, computed: list[Computed]) -> None:
         """No shard hears of this step; a context that would miss its rows ends."""

@@ -88,15 +88,17 @@ class PagePool:
         if pages:
             self._tables.setdefault(sequence_id, []).extend(pages)
 
-    def publish(self, sequence_id: int, index: int, key: bytes) -> None:
-        """Say that page `index` of the sequence's table is full, final, and what `key` stands for.
+    def publish(self, sequence_id: int, first: int, keys: Sequence[bytes]) -> None:
+        """Say that the pages of the sequence's table from `first` on are full, and what they stand for.
 
-        If another page is known by that key this one stays unknown, as its sequence's own.
+        If another page is known by a key this one stays unknown, as its sequence's own.
         """
-        page = self._tables[sequence_id][index]
-        if page not in self._key_of and key not in self._page_of:
-            self._key_of[page] = key
-            self._page_of[key] = page
+        key_of, page_of = self._key_of, self._page_of
+        pages = self._tables[sequence_id][first : first + len(keys)]
+        for page, key in zip(pages, keys, strict=True):
+            if page not in key_of and key not in page_of:
+                key_of[page] = key
+                page_of[key] = page
 
     def release(self, sequence_id: int) -> int:
         """Let go of all pages of a sequence; returns how many. A second call lets go of nothing."""

@@ -201,7 +201,7 @@ class Planner:
         """Keys of the full pages that will be known once a running request's prompt is read."""
         if not self._limits.prefix_cache:
             return []
-        return request.keys.upto(request.tokens, len(request.tokens))[request.num_published :]
+        return request.keys.upto(request.tokens, len(request.tokens), request.num_published)
 
     def _cacheable(self, request: Request) -> list[bytes]:
         """Keys of the pages worth looking up: at least one token must be left to decide with.

@@ -21,11 +21,12 @@ class KeyChain:
         self._page_size = page_size
         self._keys: list[bytes] = []
 
-    def upto(self, tokens: Sequence[int], num_tokens: int) -> list[bytes]:
-        """The keys of the pages that the first `num_tokens` of `tokens` fill."""
-        num_full = num_tokens // self._page_size
-        for index in range(len(self._keys), num_full):
-            parent = self._keys[-1] if self._keys else self._root
-            page = array("Q", tokens[index * self._page_size : (index + 1) * self._page_size])
-            self._keys.append(sha256(parent + page.tobytes()).digest())
-        return self._keys[:num_full]
+    def upto(self, tokens: Sequence[int], num_tokens: int, first_page: int = 0) -> list[bytes]:
+        """The keys of the pages that the first `num_tokens` of `tokens` fill, from one of them on."""
+        keys, page_size = self._keys, self._page_size
+        num_full = num_tokens // page_size
+        for index in range(len(keys), num_full):
+            parent = keys[-1] if keys else self._root
+            page = array("Q", tokens[index * page_size : (index + 1) * page_size])
+            keys.append(sha256(parent + page.tobytes()).digest())
+        return keys[first_page:num_full]

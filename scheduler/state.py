@@ -19,7 +19,6 @@ from ..cluster.errors import ProtocolError
 from ..cluster.messages import (
     Cancel,
     Chunk,
-    Decision,
     Output,
     Outputs,
     ShardLost,
@@ -314,10 +313,9 @@ class Scheduler:
 
     def _publish(self, request: Request) -> None:
         """Make the pages known that are full and of which a finite decision was made."""
-        keys = request.keys.upto(request.tokens, request.verified)
-        for index in range(request.num_published, len(keys)):
-            self._pool.publish(request.sequence_id, index, keys[index])
-        request.num_published = len(keys)
+        keys = request.keys.upto(request.tokens, request.verified, request.num_published)
+        self._pool.publish(request.sequence_id, request.num_published, keys)
+        request.num_published += len(keys)
 
     def _finish(self, request: Request, reason: str, now: float) -> None:
         if request.state is State.WAITING:

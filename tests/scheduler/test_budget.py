@@ -12,6 +12,7 @@ from paceline.scheduler.cost import CostModel
 from paceline.scheduler.events import Command
 from paceline.scheduler.limits import Limits
 from paceline.scheduler.simulator import Costs, Drafter, Group
+from paceline.scheduler.survival import Offers
 
 MOST_DRAFTS = 7
 PROMPT_LEN = 4
@@ -166,7 +167,7 @@ def test_the_cut_is_the_best_there_is() -> None:
                 budget.verify.observe(size, 10 + costs[size])
         for _ in range(4):
             budget.draft.observe(3, 2.0)
-        offers = [(i, [chooser.random() for _ in range(3)], 3) for i in range(3)]
+        offers = Offers(range(3), [[chooser.random() for _ in range(3)] for _ in range(3)], [3, 3, 3])
         cuts = budget.cut(offers, 3, 3, 8)
         chances: list[list[float]] = budget.survival.products(offers).tolist()
 
@@ -199,8 +200,8 @@ def test_costs_are_robust_and_never_fall() -> None:
 def test_confidences_that_are_no_numbers_are_not_believed() -> None:
     """Nothing that a shard says ends a step."""
     budget = DraftBudget()
-    cuts = budget.cut([(0, [float("nan"), 2.0, -1.0], 3), (1, [], 0)], 2, 2, 8)
-    assert len(cuts) == 2
+    cuts = budget.cut(Offers([0, 1], [[float("nan"), 2.0, -1.0], []], [3, 0]), 2, 2, 8)
+    assert cuts == [0, 0]
 
 
 def test_a_floor_is_verified_whatever_the_budget_says() -> None:

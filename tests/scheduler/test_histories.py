@@ -507,8 +507,8 @@ def publish_early(patch: pytest.MonkeyPatch) -> None:
         """Count the anchor, which is known but not computed."""
         keys = request.keys.upto(request.tokens, len(request.tokens))
         num_owned = scheduler._pool.num_owned(request.sequence_id)
-        for index in range(request.num_published, min(len(keys), num_owned)):
-            scheduler._pool.publish(request.sequence_id, index, keys[index])
+        first = request.num_published
+        scheduler._pool.publish(request.sequence_id, first, keys[first:num_owned])
         request.num_published = len(keys)
 
     patch.setattr(Scheduler, "_publish", early)
@@ -526,9 +526,9 @@ def forget_who_uses_a_cached_page(patch: pytest.MonkeyPatch) -> None:
 
 
 def find_a_page_by_its_own_tokens_alone(patch: pytest.MonkeyPatch) -> None:
-    def unchained(chain: KeyChain, tokens: list[int], num_tokens: int) -> list[bytes]:
+    def unchained(chain: KeyChain, tokens: list[int], num_tokens: int, first_page: int = 0) -> list[bytes]:
         size = chain._page_size
-        return [bytes(tokens[i * size : (i + 1) * size]) for i in range(num_tokens // size)]
+        return [bytes(tokens[i * size : (i + 1) * size]) for i in range(first_page, num_tokens // size)]
 
     patch.setattr(KeyChain, "upto", unchained)
 

@@ -50,7 +50,13 @@ class PagePool:
     def extend(self, sequence_id: int, num_pages: int) -> list[int]:
         """Give a sequence this many more pages. The caller has made sure that they are free."""
         assert num_pages <= self.num_free, f"{num_pages} pages wanted, {self.num_free} free"
-        pages = [self._take() for _ in range(num_pages)]
+        free, num_owners = self._free, self._num_owners
+        pages: list[int] = []
+        for _ in range(num_pages):
+            page = free.pop() if free else self._evict()
+            assert num_owners[page] == 0, f"page {page} has an owner and is on the free list"
+            num_owners[page] = 1
+            pages.append(page)
         if pages:
             self._tables.setdefault(sequence_id, []).extend(pages)
         return pages
@@ -138,15 +144,10 @@ class PagePool:
         assert not any(page in self._key_of for page in self._free), "a free page of known content"
         assert self._page_of == {key: page for page, key in self._key_of.items()}, "keys and pages disagree"
 
-    def _take(self) -> int:
-        """A page for one new owner; the cached one let go longest ago, if none is really free."""
-        if self._free:
-            page = self._free.pop()
-        else:
-            page, _ = self._cached.popitem(last=False)
-            del self._page_of[self._key_of.pop(page)]
-        assert self._num_owners[page] == 0, f"page {page} has an owner and is on the free list"
-        self._num_owners[page] = 1
+    def _evict(self) -> int:
+        """The cached page let go longest ago; its content is not known any more."""
+        page, _ = self._cached.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
         return page
 
     def _let_go(self, page: int) -> None:

@@ -9,7 +9,6 @@ what was emitted, so it comes back as a longer prompt and goes on with the token
 """
 
 import sys
-from collections.abc import Sequence
 from enum import Enum
 
 from ..cluster.messages import Submit
@@ -88,8 +87,9 @@ class Request:
         self.had_context = False  # in this stay, so that the next one is a restart
         limit = submit.max_draft_tokens
         self.max_draft_tokens = sys.maxsize if limit is None else limit
-        self.most_drafts = 0  # that the next step could emit
-        self.take(())
+        # Drafts that the next step could emit: the last token of an output is never a draft's gain. The limit
+        # on output also keeps a block below the context limit, which admission holds against it.
+        self.most_drafts = min(self.max_draft_tokens, self.params.max_tokens - self.num_output - 1)
 
     @property
     def num_pending(self) -> int:
@@ -100,17 +100,6 @@ class Request:
     def num_output(self) -> int:
         """Tokens emitted so far, those before a resumption included."""
         return len(self.tokens) - self.prompt_len
-
-    def take(self, token_ids: Sequence[int]) -> None:
-        """Append what was decided.
-
-        The last token of an output is never a draft's gain. The limit on output also keeps a block below the
-        context limit, which admission holds against it.
-        """
-        self.tokens += token_ids
-        num_left = self.params.max_tokens - (len(self.tokens) - self.prompt_len) - 1
-        most = num_left if num_left < self.max_draft_tokens else self.max_draft_tokens
-        self.most_drafts = most if most > 0 else 0
 
     def start(self, sequence_id: int, num_cached: int = 0) -> None:
         """Begin a stay on the ranks, which learn all tokens at once; the first may be computed already."""

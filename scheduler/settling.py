@@ -45,7 +45,9 @@ def settle(request: Request, chunk: Chunk, decision: Decision | None) -> Output 
         first_stop = next(index for index, token_id in enumerate(taken) if token_id in request.stop_ids)
         taken, reason = taken[: first_stop + 1], "stop"
     num_taken = len(taken)
-    request.take(taken)
+    request.tokens += taken
+    most_drafts = num_left - num_taken - 1  # negative only with a reason
+    request.most_drafts = most_drafts if most_drafts < request.max_draft_tokens else request.max_draft_tokens
     request.computed = request.known = request.verified = end - chunk.num_decided + num_taken
     return Output(
         request_id=request.request_id,

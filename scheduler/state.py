@@ -354,6 +354,8 @@ class Scheduler:
             assert self._live.get(name) is request, f"{name}: unknown request in a list"
             assert finish_reason(request) is None, f"{name}: complete, yet alive"
             assert request.computed < len(request.tokens), f"{name}: nothing left to compute"
+            num_left = request.params.max_tokens - request.num_output
+            assert request.most_drafts == min(request.max_draft_tokens, num_left - 1), f"{name}: most drafts"
         for request in waiting:
             assert request.state is State.WAITING, f"{request.request_id}: waits as {request.state.value}"
             assert request.sequence_id == -1, f"{request.request_id}: waits, yet has a sequence"

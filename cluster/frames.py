@@ -45,6 +45,21 @@ class Outbox:
         return _mac(self._key, head + body) + head + body
 
 
+class Outboxes:
+    """The outboxes of a hub, one for each peer."""
+
+    def __init__(self, key: bytes, epoch: int) -> None:
+        self._key = key
+        self._epoch = epoch
+        self._outboxes: dict[str, Outbox] = {}
+
+    def seal(self, peer: str, body: bytes) -> bytes:
+        outbox = self._outboxes.get(peer)
+        if outbox is None:
+            outbox = self._outboxes[peer] = Outbox(self._key, TO_PEER, self._epoch, peer)
+        return outbox.seal(body)
+
+
 class Inbox:
     """Opens the frames of one direction: checks mac, epoch and order; counts what it drops."""
 

@@ -35,7 +35,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from .channel import Address, Link, connect
+from .address import Address
+from .channel import Link, connect
 from .config import Config
 from .drafter_choice import DrafterChoice, check_swap
 from .errors import EngineError, EngineStopped, PacelineError, RankLost, UserError

@@ -21,7 +21,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from .channel import Address, Link
+from .address import Address
+from .channel import Link
 from .config import Config
 from .drafter_choice import DrafterChoice, Restarts, shard_peer
 from .errors import EngineError, PacelineError, UserError

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ..cluster.channel import Address, connect
+from ..cluster.address import Address
+from ..cluster.channel import connect
 from ..cluster.config import Config
 from ..cluster.drafter_choice import DrafterChoice
 from ..cluster.placement import RankDevice

@@ -5,9 +5,12 @@ import gc
 import signal
 from pathlib import Path
 
-from ..cluster.channel import Address, Hub, ZmqHub
+from ..cluster.address import Address
+from ..cluster.channel import Hub
 from ..cluster.config import EngineConfig
 from ..cluster.processes import STDERR_FD, ProcessId
+from ..cluster.unix_channel import UnixHub
+from ..cluster.zmq_channel import ZmqHub
 from .loop import run_scheduler
 
 
@@ -32,7 +35,8 @@ class SchedulerActor:
 
     def bind(self, epoch: int, directory: Path | None, host: str | None) -> Address:
         """Open the hub on a unix socket in `directory`, or on TCP at `host`."""
-        hub = ZmqHub(epoch, directory=directory, host=host)
+        assert (directory is None) != (host is None), "give a directory or a host"
+        hub = UnixHub(epoch, directory) if directory is not None else ZmqHub(epoch, str(host))
         self._hub = hub
         return hub.address
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.cluster.channel import Address, Hub
+from paceline.cluster.address import Address
+from paceline.cluster.channel import Hub
 from paceline.cluster.messages import Message, ShardPlan
 from paceline.scheduler.actor import SchedulerActor
 

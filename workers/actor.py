@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..cluster.channel import Address, connect
+from ..cluster.address import Address
+from ..cluster.channel import connect
 from ..cluster.config import Config
 from ..cluster.placement import RankDevice
 from ..cluster.processes import STDERR_FD, ProcessId

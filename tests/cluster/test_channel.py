@@ -1,9 +1,11 @@
 """The channel delivers every message once and in order, and believes nobody who cannot prove himself."""
 
+import socket
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +15,13 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.channel import Address, Hub, Link, LocalHub, ZmqHub, connect
+from paceline.cluster.address import Address
+from paceline.cluster.channel import Hub, Link, LocalHub, connect
 from paceline.cluster.errors import EngineError, EngineStopped, ProtocolError
 from paceline.cluster.frames import TO_HUB, TO_PEER, Inbox, Outbox
 from paceline.cluster.messages import Cancel, Message, SamplingParams, StepPlan, StepResult, Submit
+from paceline.cluster.unix_channel import UnixHub
+from paceline.cluster.zmq_channel import ZmqHub
 
 KEY = b"k" * 32
 
@@ -34,13 +39,23 @@ class Star:
         return self.links[-1]
 
 
-@pytest.fixture(params=["local", "ipc", "tcp"])
+@pytest.fixture(params=["local", "unix", "tcp"])
 def star(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Star]:
-    if request.param == "local":
+    yield from star_over(request.param, tmp_path)
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def between(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Star]:
+    """A star between processes."""
+    yield from star_over(request.param, tmp_path)
+
+
+def star_over(transport: str, tmp_path: Path) -> Iterator[Star]:
+    if transport == "local":
         local = LocalHub(epoch=3)
         star = Star(local, local.link, [])
     else:
-        hub = zmq_hub(tmp_path) if request.param == "ipc" else ZmqHub(3, host="127.0.0.1")
+        hub = unix_hub(tmp_path) if transport == "unix" else ZmqHub(3, "127.0.0.1")
         star = Star(hub, lambda peer: connect(hub.address, peer), [])
     yield star
     for link in star.links:
@@ -48,9 +63,9 @@ def star(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Star]:
     star.hub.close()
 
 
-def zmq_hub(tmp_path: Path, epoch: int = 3) -> ZmqHub:
+def unix_hub(tmp_path: Path) -> UnixHub:
     tmp_path.chmod(0o700)
-    return ZmqHub(epoch, directory=tmp_path)
+    return UnixHub(3, tmp_path)
 
 
 def numbered(message: Message | None) -> int:
@@ -181,44 +196,113 @@ def test_garbage_never_raises(noise: bytes, at: int) -> None:
     assert inbox.num_ignored == 3
 
 
-def test_a_stranger_at_the_socket_is_counted_and_harms_nobody(tmp_path: Path) -> None:
-    hub = zmq_hub(tmp_path)
-    forged = Address(hub.address.endpoint, "0" * 64, hub.address.epoch)
-    stranger, honest = connect(forged, "rank0"), connect(hub.address, "rank0")
-    context = zmq.Context()
-    raw = context.socket(zmq.DEALER)
-    raw.connect(hub.address.endpoint)
-    try:
-        stranger.send(StepResult(step=666))
+def noise_over_zmq(address: Address) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.connect(address.endpoint)
         for parts in ([b""], [b"x" * 5000], [b"a", b"b", b"c"], [b"", b""]):
             raw.send_multipart(parts)
-        time.sleep(0.05)
-        honest.send(StepResult(step=1))
-        assert receive(hub) == ("rank0", StepResult(step=1))
-        assert hub.recv(0.05) is None
-        hub.send("rank0", StepPlan(step=7))
-        assert honest.recv(5.0) == StepPlan(step=7)
-        assert stranger.recv(0.05) is None
-        assert hub.num_ignored == 6  # the forged hello and message, and four pieces of noise
-    finally:
-        raw.close(0)
-        context.term()
-        stranger.close()
-        honest.close()
-        hub.close()
 
 
-def test_sending_to_a_dead_peer_does_not_block_or_raise(tmp_path: Path) -> None:
-    hub = zmq_hub(tmp_path)
-    link = connect(hub.address, "rank0")
+def noise_over_unix(address: Address) -> None:
+    for piece in (b"", b"x" * 5000, b"abc", b"\0" * 50):
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(address.endpoint.removeprefix("unix://"))
+            raw.sendall(len(piece).to_bytes(4, "little") + piece)
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(address.endpoint.removeprefix("unix://"))
+        raw.sendall(b"\xff" * 5)  # four gigabytes are announced: it is hung up on
+        assert raw.recv(1) == b""
+
+
+def test_a_stranger_at_the_socket_is_counted_and_harms_nobody(between: Star) -> None:
+    hub = between.hub
+    assert isinstance(hub, UnixHub | ZmqHub)
+    honest = between.link("rank0")
+    stranger = connect(Address(hub.address.endpoint, "0" * 64, hub.address.epoch), "rank0")
+    between.links.append(stranger)
+    stranger.send(StepResult(step=666))
+    noise = noise_over_unix if isinstance(hub, UnixHub) else noise_over_zmq
+    with ThreadPoolExecutor() as pool:
+        done = pool.submit(noise, hub.address)
+        while not done.done():
+            assert hub.recv(0.05) is None
+    honest.send(StepResult(step=1))
+    assert receive(hub) == ("rank0", StepResult(step=1))
+    assert hub.recv(0.05) is None
+    hub.send("rank0", StepPlan(step=7))
+    assert honest.recv(5.0) == StepPlan(step=7)
+    assert stranger.recv(0.05) is None
+    assert hub.num_ignored == 6  # the forged hello and message, and four pieces of noise
+
+
+def test_sending_to_a_dead_peer_does_not_block_or_raise(between: Star) -> None:
+    hub, link = between.hub, between.link("rank0")
     link.send(StepResult(step=1))
-    receive(hub)
-    hub.recv(0.05)
+    link.send(StepResult(step=2))
     link.close()
-    time.sleep(0.05)
+    assert [numbered(receive(hub)[1]) for _ in range(2)] == [1, 2], "its last words are heard"
+    hub.recv(0.05)
     for step in range(1000):
         hub.send("rank0", StepPlan(step=step))
-    hub.close()
+    between.links.clear()
+
+
+def test_a_link_whose_hub_is_gone_is_silent(between: Star) -> None:
+    """Its process lives on until the gang ends it: a lost scheduler is not a rank's failure."""
+    link = between.link("rank0")
+    link.send(StepResult(step=1))
+    receive(between.hub)
+    between.hub.recv(0.05)
+    between.hub.send("rank0", StepPlan(step=1))
+    between.hub.close()
+    assert link.recv(5.0) == StepPlan(step=1), "what was sent before the end arrives"
+    started = time.monotonic()
+    assert link.recv(0.1) is None
+    assert time.monotonic() - started >= 0.1
+    for step in range(100):
+        link.send(StepResult(step=step))
+
+
+def test_whoever_sends_never_waits_for_a_reader(star: Star) -> None:
+    """Much more than a socket holds, both ways, while nobody reads; then all of it comes, in order."""
+    link = star.link("server")
+    link.send(StepResult(step=-1))
+    receive(star.hub)
+    star.hub.recv(0.05)
+    prompt = list(range(1000, 21000))
+    submits = [
+        Submit(request_id=str(number), prompt_ids=prompt, params=SamplingParams(max_tokens=1))
+        for number in range(100)
+    ]
+    started = time.monotonic()
+    for submit in submits:
+        link.send(submit)
+        star.hub.send("server", submit)
+    assert time.monotonic() - started < 5.0
+    assert [receive(star.hub)[1] for _ in submits] == submits
+    assert [link.recv(5.0) for _ in submits] == submits
+
+
+def send_often(send: Callable[[], None]) -> None:
+    for _ in range(30):
+        send()
+
+
+def test_a_reader_far_behind_is_an_error_and_not_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.cluster.unix_channel.MAX_QUEUED_MESSAGES", 10)
+    hub = unix_hub(tmp_path)
+    link = connect(hub.address, "rank0")
+    big = Submit(request_id="r", prompt_ids=[70000] * 50000, params=SamplingParams(max_tokens=1))
+    try:
+        with pytest.raises(EngineError, match="the hub has left 10 messages unread"):
+            send_often(lambda: link.send(big))
+        with pytest.raises(EngineError, match="rank1 has left 10 messages unread"):
+            send_often(lambda: hub.send("rank1", big))
+    finally:
+        hub.close()
+        link.close()
 
 
 def test_a_peer_that_never_reads_is_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -198,3 +199,9 @@ def listening(front: Front, loop: asyncio.AbstractEventLoop | None = None) -> It
     finally:
         server.should_exit = True
         wait(10)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The events of a stream that has ended."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..acceptance import Acceptance
 from ..observing import current_record
-from .replies import Piece
+from .gathered import Piece
 from .validate import Job
 
 

@@ -23,15 +23,22 @@ from ..observing import Observer, current_record
 from .accounting import Account
 from .batch_routes import add_batches
 from .bodies import read_body
-from .errors import answer_error, answer_http_exception, as_request_error, error_response
+from .errors import (
+    answer_error,
+    answer_http_exception,
+    as_request_error,
+    as_stream_failure,
+    error_response,
+)
 from .front import Front
 from .gate import Gate, caller_of
+from .gathered import Gathered, Piece
 from .messages_reply import MessageStyle
 from .messages_request import count_tokens, prepare_message
 from .openapi import add_openapi
 from .pieces import pieces_of
 from .playground import add_playground
-from .replies import ChatStyle, CompletionStyle, Gathered, Heading, Piece, Prompt, ReplyStyle
+from .replies import ChatStyle, CompletionStyle, Heading, Prompt, ReplyStyle
 from .responses_reply import ResponseStyle
 from .responses_request import ResponseJob, prepare_response
 from .steps import Steps
@@ -150,6 +157,7 @@ async def _complete(
     try:
         front.drain.check()
         job = await _prepared(request, front, prepare)
+        account = Account(job)
         heading = Heading(
             reply_id=f"{prefix}-{uuid.uuid4().hex}",
             created=int(time.time()),
@@ -157,6 +165,8 @@ async def _complete(
             tokenizer=front.served.tokenizer,
             num_logprobs=job.choices[0].params.logprobs,
             has_usage=job.has_usage,
+            running_usage=account.usage if job.has_running_usage else None,
+            has_token_ids=job.choices[0].has_token_ids,
         )
         record = current_record.get()
         trace = None if record is None else record.trace
@@ -165,8 +175,8 @@ async def _complete(
         if job.is_stream:
             # Nothing is sent before the first tokens: until then a refusal can still have its own status.
             first = await unless_gone(request.receive, anext(pieces))
-            return EventStream(_events(first, pieces, style, job), front.abandoned_s)
-        whole = await unless_gone(request.receive, _gather(pieces, style, job))
+            return EventStream(_events(first, pieces, style, job, account), front.abandoned_s)
+        whole = await unless_gone(request.receive, _gather(pieces, style, account, len(job.choices)))
         return Response(whole, media_type="application/json")
     except Exception as error:
         return error_response(as_request_error(error), request.scope)
@@ -189,9 +199,10 @@ async def _prepared(
     return prepare(body, front.served)
 
 
-async def _gather(pieces: AsyncGenerator[Piece, None], style: ReplyStyle, job: Job) -> bytes:
-    choices = [Gathered() for _ in job.choices]
-    account = Account(job)
+async def _gather(
+    pieces: AsyncGenerator[Piece, None], style: ReplyStyle, account: Account, num_choices: int
+) -> bytes:
+    choices = [Gathered() for _ in range(num_choices)]
     async with aclosing(pieces):
         async for piece in pieces:
             choices[piece.index].add(piece)
@@ -200,10 +211,9 @@ async def _gather(pieces: AsyncGenerator[Piece, None], style: ReplyStyle, job: J
 
 
 async def _events(
-    first: Piece, pieces: AsyncGenerator[Piece, None], style: ReplyStyle, job: Job
+    first: Piece, pieces: AsyncGenerator[Piece, None], style: ReplyStyle, job: Job, account: Account
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream: opening of every choice, its chunks, totals if asked for, [DONE]."""
-    account = Account(job)
     steps = Steps(job)
 
     def event(piece: Piece) -> bytes:
@@ -218,7 +228,7 @@ async def _events(
                 if chunk := event(piece):
                     yield chunk
     except Exception as error:
-        yield style.failure(as_request_error(error))
+        yield style.failure(as_stream_failure(error))
         return
     totals = ({"usage": account.usage()} if job.has_usage else {}) | account.metrics()
     yield (style.closing(totals) if totals else b"") + style.end

@@ -32,8 +32,10 @@ _OUR_CODES = {
     "array_above_max_length",
     "conflicting_parameters",
     "empty_array",
+    "integer_below_min_value",
     "invalid_token_id",
     "invalid_type",
+    "missing_required_parameter",
     "unsupported_content_type",
     "unsupported_parameter",
 }
@@ -130,6 +132,8 @@ def _not_a_number(literal: str) -> NoReturn:
 def _refusal(detail: ErrorDetails, document: dict[str, Any]) -> RequestError:
     """The first of pydantic's complaints, in OpenAI's words."""
     kind, context = detail["type"], detail.get("ctx", {})
+    if isinstance(own := context.get("error"), RequestError):  # of a validator that has its own words
+        return own
     path = _path(detail, document) or context.get("name", "")
     if kind in _OUR_CODES:
         code = kind

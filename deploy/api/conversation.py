@@ -50,8 +50,9 @@ def prepare_conversation(
 ) -> Conversation:
     """Render and combine; `grammar` is what the words must match. Raises RequestError."""
     template = tokenizer.chat_template
-    options = request.chat_template_kwargs or {}
-    template.check_options(options)
+    given = request.chat_template_kwargs or {}
+    template.check_options(given)
+    options = {**_effort(request.reasoning_effort), **given}
     choice = request.tool_choice
     mode = "auto" if choice is None else choice.mode
     tools = request.tools if request.tools and mode != "none" else None
@@ -98,6 +99,13 @@ def prepare_conversation(
         grammar=grammar if is_plain else None if answer is None else tag_grammar(answer),
         make_reader=_make_reader(form, [tool.name for tool in callable_tools], may_think, is_thinking),
     )
+
+
+def _effort(effort: str | None) -> dict[str, Any]:
+    """How much to think, in the words of templates: some know an effort, some a switch."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def _make_reader(form: ChatFormat, names: list[str], may_think: bool, is_thinking: bool) -> MakeReader | None:

@@ -49,6 +49,14 @@ def as_request_error(error: Exception) -> RequestError:
     return RequestError("internal error", status=500, code="internal_error", error_type="server_error")
 
 
+def as_stream_failure(error: Exception) -> RequestError:
+    """What ends a stream that has begun. Its client cannot just ask again: a part has been shown."""
+    told = as_request_error(error)
+    if told.code == "engine_unavailable":
+        told.code = "engine_failure"
+    return told
+
+
 def anthropic_error(error: RequestError) -> dict[str, Any]:
     """Anthropic's error object; `code` and `param` are ours, for a client that wants to know more."""
     kind = _ANTHROPIC_TYPES.get(error.status) or (
@@ -63,6 +71,8 @@ def error_response(error: RequestError, scope: Scope) -> Response:
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
+    if error.status == 504:
+        headers["x-should-retry"] = "false"  # to OpenAI's clients: the time was the request's own to give
     if error.status == 413 or error.code == "shutting_down":
         headers["connection"] = "close"  # the rest of the body is not read; or there will be no next request
     word = anthropic_error if scope["path"].startswith(MESSAGES_PATH) else error_object

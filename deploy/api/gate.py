@@ -17,7 +17,9 @@ from .keys import ANYONE, MAX_HEADER_LEN, Caller, KeyRing
 OPEN_PATHS = frozenset({b"/health", b"/ready", b"/"})
 _PAGE_FILE = re.compile(rb"/page/[a-z0-9_-]+\.(css|js|svg)")  # the playground's; it asks for a key itself
 
-MAX_HEAD_BYTES = 16 << 10  # HAProxy takes no more; this is for whoever reaches us without it
+# HAProxy takes no more, nor HTTP/0.9; this is for whoever reaches us without it.
+MAX_HEAD_BYTES = 16 << 10
+MAX_HEADERS = 100
 
 _CALLER = "paceline.caller"  # in an ASGI scope, where no client can write
 
@@ -90,6 +92,10 @@ class Gate:
 
 
 def _check_head(scope: Scope) -> None:
+    if scope["http_version"] == "0.9":
+        raise RequestError("HTTP/0.9 has no headers; speak HTTP/1.1", code="invalid_http_version")
+    if len(scope["headers"]) > MAX_HEADERS:
+        raise RequestError(f"there are more than {MAX_HEADERS} headers", status=431, code="headers_too_large")
     if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
         raise RequestError(
             f"the headers are longer than {MAX_HEAD_BYTES} bytes", status=431, code="headers_too_large"

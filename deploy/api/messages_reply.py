@@ -7,7 +7,8 @@ import msgspec
 
 from ...cluster.errors import RequestError
 from .errors import anthropic_error
-from .replies import Gathered, Heading, Piece
+from .gathered import Gathered, Piece
+from .replies import Heading
 from .validate import Job
 
 _encode = msgspec.json.encode

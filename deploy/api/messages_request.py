@@ -7,12 +7,13 @@ from pydantic import Field
 
 from ...cluster.errors import RequestError
 from .bodies import parse_request, validated
-from .openai_protocol import MAX_MESSAGES, ChatRequest, Speculation, StopString, Strict
+from .openai_protocol import MAX_MESSAGES, MAX_TIMEOUT_S, ChatRequest, Speculation, StopString, Strict
 from .validate import Job, ServedModel, chat_job, chat_prompt
 
 _IGNORED_BLOCKS = ("thinking", "redacted_thinking")  # the model's own, which it does not read again
 _SAME_NAMES = {
-    "model", "temperature", "top_k", "top_p", "stream", "seed", "priority", "cache_salt", "speculation"
+    "model", "temperature", "top_k", "top_p", "stream", "seed", "priority", "cache_salt", "speculation",
+    "timeout",
 }  # fmt: skip
 
 
@@ -48,6 +49,7 @@ class MessagesRequest(CountRequest):
     priority: int | None = Field(None, ge=-1000, le=1000)
     cache_salt: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
     speculation: Speculation | None = None
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
 
 
 def prepare_message(body: bytes, served: ServedModel) -> Job:

@@ -6,7 +6,7 @@ fields we know but cannot honour are refused unless they carry a value that chan
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from .tools import MAX_CALLS, ToolCall, ToolChoiceField, ToolsField, check_tools
@@ -14,11 +14,13 @@ from .tools import MAX_CALLS, ToolCall, ToolChoiceField, ToolsField, check_tools
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_MESSAGES = 2048
+MAX_TIMEOUT_S = 86400.0
 
 # What a field may hold although we do not have the feature.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
+    "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "grammar": (),
@@ -26,11 +28,23 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
     "store": (False,),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
@@ -46,11 +60,21 @@ def _stop_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _not_zero(value: int | None) -> int | None:
+    if value == 0:
+        raise PydanticCustomError("integer_below_min_value", "must be -1 (as much as fits) or above 0")
+    return value
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class StreamOptions(Strict):
+    model_config = ConfigDict(extra="forbid")
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: every chunk tells the usage so far
+    include_obfuscation: bool | None = None  # OpenAI's padding against who listens in; we send none
 
 
 class Speculation(Strict):
@@ -90,6 +114,10 @@ class SamplingRequest(Strict):
     ignore_eos: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     prompt_logprobs: int | None = Field(None, ge=0, le=20)  # alternatives to each token of the prompt
+    truncate_prompt_tokens: Annotated[int | None, AfterValidator(_not_zero)] = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None  # which end of a prompt is cut; None: left
+    return_token_ids: bool | None = None
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)  # seconds until the answer must be whole
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = Field(None, ge=-1000, le=1000)  # lower runs first
@@ -178,6 +206,27 @@ class ChatMessage(Strict):
         return shown
 
 
+def _check_calls(messages: list[ChatMessage], *, opens_turn: bool) -> None:
+    """Every call of a tool has its result before anyone else speaks, and no result is without its call."""
+    called: set[str] = set()
+    unanswered: set[str] = set()
+    for message in messages:
+        if message.role == "tool":
+            if message.tool_call_id not in called:
+                raise conflict("messages", "answer a tool call that no message before made")
+            unanswered.discard(message.tool_call_id)
+        elif unanswered:
+            break
+        ids = {call.id for call in message.tool_calls or []}
+        called |= ids
+        unanswered |= ids
+    else:
+        if not opens_turn:
+            return
+    if unanswered:
+        raise conflict("messages", f"leave the tool call {min(unanswered)[:100]!r} without a result")
+
+
 class ChatRequest(SamplingRequest):
     """POST /v1/chat/completions."""
 
@@ -188,6 +237,7 @@ class ChatRequest(SamplingRequest):
     tools: ToolsField = None
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=16)
     add_generation_prompt: bool | None = None  # False: the prompt ends with the last message
     continue_final_message: bool | None = None  # the answer goes on with the last message
@@ -203,11 +253,7 @@ class ChatRequest(SamplingRequest):
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise conflict("continue_final_message", "needs a last message of role 'assistant'")
         check_tools(self.tools, self.tool_choice)
-        called: set[str] = set()
-        for message in self.messages:
-            called |= {call.id for call in message.tool_calls or []}
-            if message.role == "tool" and message.tool_call_id not in called:
-                raise conflict("messages", "answer a tool call that no message before made")
+        _check_calls(self.messages, opens_turn=self.add_generation_prompt is not False)
         return self
 
 
@@ -215,6 +261,8 @@ def _prompt_list(value: Any) -> list[str | list[int]]:
     """A string, strings, token ids, or lists of token ids, as a list of prompts."""
     if isinstance(value, str):
         value = [value]
+    if value is None:
+        raise PydanticCustomError("missing_required_parameter", "must be given")
     if not isinstance(value, list):
         raise PydanticCustomError("invalid_type", "must be a string or an array")
     if value and not isinstance(value[0], str | list):
@@ -242,6 +290,7 @@ class CompletionRequest(SamplingRequest):
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
     best_of: int | None = Field(None, ge=1)
+    add_special_tokens: bool | None = None  # None: True, with what the model begins texts with
 
     @model_validator(mode="after")
     def _agree_completion(self) -> "CompletionRequest":

@@ -1,13 +1,15 @@
 """From a job to its pieces: every door opens its requests here, in the name of a caller."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
+from ...cluster.errors import RequestError
 from ..tracing import RequestTrace
 from .front import Front
+from .gathered import Piece
 from .keys import Caller
-from .replies import Piece
 from .streaming import merge, stream_choice
 from .validate import Job
 
@@ -17,7 +19,8 @@ def pieces_of(
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of all choices. Closing the generator cancels them.
 
-    Prefixes are shared within the caller's namespace, and its tokens are counted.
+    Prefixes are shared within the caller's namespace, and its tokens are counted. RequestError 504 when the
+    job's time is over.
     """
     front.metrics.num_choices.observe(job.num_per_prompt)
     pieces = merge(
@@ -32,7 +35,29 @@ def pieces_of(
             for choice in job.choices
         ]
     )
+    if job.timeout_s is not None:
+        pieces = _timed(pieces, job.timeout_s)
     return _metered(pieces, caller, job.num_prompt_tokens) if caller.is_metered else pieces
+
+
+async def _timed(pieces: AsyncGenerator[Piece, None], timeout_s: float) -> AsyncGenerator[Piece, None]:
+    """The pieces that come in time; then what makes them is cancelled, wherever it stands."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    async with aclosing(pieces):
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    piece = await anext(pieces, None)
+            except TimeoutError:
+                raise RequestError(
+                    f"the answer was not whole within {timeout_s:g} s, the 'timeout' of this request",
+                    status=504,
+                    code="deadline_exceeded",
+                    error_type="timeout_error",
+                ) from None
+            if piece is None:
+                return
+            yield piece
 
 
 async def _metered(

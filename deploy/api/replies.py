@@ -3,7 +3,8 @@
 A plain text chunk, by far the most frequent, is put together from bytes made once per stream.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -11,56 +12,11 @@ import msgspec
 from ...cluster.errors import RequestError
 from ...cluster.messages import TokenLogprobs
 from .answer import CallDelta
+from .gathered import Gathered, Piece
 from .text import Tokenizer
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 DONE = b"data: [DONE]\n\n"
-
-
-@dataclass(slots=True)
-class Piece:
-    """What one step gave one choice, as its client may see it."""
-
-    index: int
-    text: str  # words
-    num_tokens: int  # counted in usage
-    tokens: list[tuple[int, TokenLogprobs]]  # only when log-probabilities were asked for
-    finish_reason: str | None = None
-    num_cached_tokens: int = 0  # of the prompt; in the first piece only
-    num_drafts: int = 0  # tokens drafted for this step
-    num_accepted: int = 0  # of these, how many stood
-    texts: list[str] | None = None  # `text` token by token, for a stream that tells its steps
-    stop_string: str | None = None  # that ended the text
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt tokens, when asked for
-    first_scored: int = 0  # position of the first of them
-    reasoning: str = ""  # thoughts
-    calls: list[CallDelta] = field(default_factory=list)  # of tools
-
-
-@dataclass(slots=True)
-class Gathered:
-    """All pieces of one choice."""
-
-    text: str = ""
-    tokens: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_string: str | None = None
-    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
-    reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)  # each whole
-
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.reasoning += piece.reasoning
-        for part in piece.calls:
-            if part.name is not None:
-                self.calls.append(CallDelta(part.index, part.arguments, part.call_id, part.name))
-            else:
-                self.calls[part.index].arguments += part.arguments
-        self.tokens += piece.tokens
-        self.finish_reason = piece.finish_reason
-        self.stop_string = piece.stop_string
-        self.prompt_logprobs |= dict(enumerate(piece.prompt_logprobs, piece.first_scored))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +29,8 @@ class Heading:
     tokenizer: Tokenizer
     num_logprobs: int | None  # alternatives to each token of the output; None: no log-probabilities
     has_usage: bool  # chunks carry a usage field
+    running_usage: Callable[[], dict[str, Any]] | None = None  # what that field tells; None: null
+    has_token_ids: bool = False  # of prompt and output
 
     @property
     def has_logprobs(self) -> bool:
@@ -129,17 +87,17 @@ class ChatStyle:
                 "delta": {"role": "assistant", "content": ""},
                 "logprobs": None,
                 "finish_reason": None,
-            }
+            },
+            **_prompt_ids(self._heading, self._prompt),
         )
 
     def chunk(self, piece: Piece) -> bytes:
         out = b""
-        if piece.tokens or piece.calls or piece.reasoning:
+        if piece.tokens or piece.calls or piece.reasoning or piece.token_ids:
             delta = _delta(piece)
             logprobs = self._logprobs(piece.tokens) if piece.tokens else None
-            out = self._chunks.choice(
-                {"index": piece.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-            )
+            told = {"index": piece.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+            out = self._chunks.choice(told | _output_ids(self._heading, piece))
         elif piece.text:
             out = self._chunks.text(piece.index, piece.text, b"}")
         if piece.finish_reason is not None:
@@ -161,10 +119,12 @@ class ChatStyle:
                 "message": _message(choice),
                 "logprobs": self._logprobs(choice.tokens) if self._heading.has_logprobs else None,
                 "finish_reason": choice.finish_reason,
+                **_output_ids(self._heading, choice),
             }
             for index, choice in enumerate(choices)
         ]
         told = _prompt_logprobs(self._heading.tokenizer, self._prompt, choices[0])
+        told |= _prompt_ids(self._heading, self._prompt)
         return _whole("chat.completion", self._heading, shown, {**told, **totals})
 
     def _logprobs(self, tokens: list[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
@@ -226,17 +186,21 @@ class CompletionStyle:
         self._chunks = _Chunks("text_completion", heading, '"text":')
 
     def opening(self, index: int) -> bytes:
-        echoed = self._prompts[index].echoed
-        return self._chunks.text(index, echoed, b"") if echoed else b""
+        prompt = self._prompts[index]
+        if ids := _prompt_ids(self._heading, prompt):
+            told = {"index": index, "text": prompt.echoed, "logprobs": None, "finish_reason": None}
+            return self._chunks.choice(told | ids)
+        return self._chunks.text(index, prompt.echoed, b"") if prompt.echoed else b""
 
     def chunk(self, piece: Piece) -> bytes:
-        if piece.tokens or piece.finish_reason is not None:
+        if piece.tokens or piece.token_ids or piece.finish_reason is not None:
             return self._chunks.choice(
                 {
                     "index": piece.index,
                     "text": piece.text,
                     "logprobs": self._logprobs(piece.index, piece.tokens) if piece.tokens else None,
                     "finish_reason": piece.finish_reason,
+                    **_output_ids(self._heading, piece),
                 }
             )
         return self._chunks.text(piece.index, piece.text, b"") if piece.text else b""
@@ -255,6 +219,8 @@ class CompletionStyle:
                 "logprobs": self._all_logprobs(index, prompt, choice) if self._heading.has_logprobs else None,
                 "finish_reason": choice.finish_reason,
                 **_prompt_logprobs(self._heading.tokenizer, prompt, choice),
+                **_prompt_ids(self._heading, prompt),
+                **_output_ids(self._heading, choice),
             }
             for index, (prompt, choice) in enumerate(zip(self._prompts, choices, strict=True))
         ]
@@ -302,7 +268,8 @@ class _Chunks:
             heading.created,
             encode(heading.model),
         )
-        self._tail = b'],"usage":null}\n\n' if heading.has_usage else b"]}\n\n"
+        self._constant_tail = b'],"usage":null}\n\n' if heading.has_usage else b"]}\n\n"
+        self._running_usage = heading.running_usage
         self._text_key = text_key.encode()
         self._encoder = msgspec.json.Encoder()
 
@@ -316,8 +283,16 @@ class _Chunks:
             self._tail,
         )
 
-    def choice(self, choice: dict[str, Any]) -> bytes:
-        return self._head + self._encoder.encode(choice) + self._tail
+    def choice(self, choice: dict[str, Any], **further: Any) -> bytes:
+        """A chunk of one choice; `further` are fields beside the choices."""
+        beside = b"]," + self._encoder.encode(further)[1:-1] + self._tail[1:] if further else self._tail
+        return self._head + self._encoder.encode(choice) + beside
+
+    @property
+    def _tail(self) -> bytes:
+        if self._running_usage is None:
+            return self._constant_tail
+        return b'],"usage":%b}\n\n' % self._encoder.encode(self._running_usage())
 
     def closing(self, totals: dict[str, Any]) -> bytes:
         return self._head + b"]," + self._encoder.encode(totals)[1:] + b"\n\n"
@@ -339,6 +314,15 @@ def _prompt_logprobs(tokenizer: Tokenizer, prompt: Prompt, choice: Gathered) -> 
     return {
         "prompt_logprobs": [None, *(told(prompt.token_ids[i], choice.prompt_logprobs[i]) for i in places)]
     }
+
+
+def _prompt_ids(heading: Heading, prompt: Prompt) -> dict[str, Any]:
+    """vLLM's field, beside the choices of a chat and inside those of a text completion."""
+    return {"prompt_token_ids": prompt.token_ids} if heading.has_token_ids else {}
+
+
+def _output_ids(heading: Heading, told: Piece | Gathered) -> dict[str, Any]:
+    return {"token_ids": told.token_ids} if heading.has_token_ids else {}
 
 
 def error_object(error: RequestError) -> dict[str, Any]:

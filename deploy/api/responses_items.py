@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from ...cluster.messages import TokenLogprobs
 from .answer import CallDelta
-from .replies import Gathered, Piece, finite, readable
+from .gathered import Gathered, Piece
+from .replies import finite, readable
 from .text import Tokenizer
 
 Kind = Literal["reasoning", "message", "function_call"]

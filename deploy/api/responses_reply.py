@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from ...cluster.errors import RequestError
-from .replies import Gathered, Heading, Piece
+from .gathered import Gathered, Piece
+from .replies import Heading
 from .responses_items import Event, Items
 from .responses_request import ResponseJob
 

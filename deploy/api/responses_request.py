@@ -26,9 +26,15 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "previous_response_id": (),
     "prompt": (),
+    "return_token_ids": (False,),
     "truncation": ("disabled",),
 }
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")  # of the second we have none
+_RENAMED = (
+    ("messages", "input"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("reasoning_effort", "reasoning.effort"),
+)
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -62,7 +68,7 @@ class ResponsesRequest(SamplingRequest):
                 if given is not None and given not in harmless:
                     raise PydanticCustomError(
                         "unsupported_parameter",
-                        "{name} is not supported: this server keeps no responses",
+                        "{name} is not supported: /v1/responses of this server",
                         {"name": name},
                     )
         return value
@@ -107,6 +113,8 @@ def _chat_document(request: ResponsesRequest) -> dict[str, Any]:
     document["max_completion_tokens"] = request.max_output_tokens
     if "message.output_text.logprobs" in (request.include or []) or request.top_logprobs:
         document |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
+    if request.reasoning is not None:
+        document["reasoning_effort"] = request.reasoning.get("effort")
     if request.text is not None and request.text.format is not None:
         document["response_format"] = _response_format(request.text.format)
     if request.tools:
@@ -205,7 +213,7 @@ def _refused(message: str, param: str, code: str = "unsupported_parameter") -> R
 
 def _rename_param(error: RequestError) -> None:
     """A complaint about the chat's fields, in the words of this endpoint."""
-    for ours, theirs in (("messages", "input"), ("max_completion_tokens", "max_output_tokens")):
+    for ours, theirs in _RENAMED:
         if error.param is not None and error.param.startswith(ours):
             # an item may have become no message, or part of one: its number would mislead
             error.param = theirs

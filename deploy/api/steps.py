@@ -6,7 +6,7 @@ choices, whose field `speculation` says so; clients that did not ask never meet 
 
 from typing import Any
 
-from .replies import Piece
+from .gathered import Piece
 from .validate import Job
 
 

@@ -16,7 +16,7 @@ from ...cluster.errors import EngineError, PacelineError
 from ...cluster.messages import Output, SamplingParams
 from ..metrics import RequestTimer
 from .answer import Said
-from .replies import Piece
+from .gathered import Piece
 from .text import Detokenizer, StopMatcher, Tokenizer
 from .validate import Choice
 
@@ -95,6 +95,7 @@ class _ChoiceText:
         self._stop_ids = frozenset(choice.params.stop_token_ids)
         self._min_tokens = choice.params.min_tokens
         self._num_tokens = 0
+        self._has_token_ids = choice.has_token_ids
         self._has_steps = choice.has_steps
         self._by_token = bool(choice.stops) or choice.has_steps
         self._matcher = StopMatcher(choice.stops)
@@ -127,6 +128,7 @@ class _ChoiceText:
             calls=said.calls,
             num_tokens=num_tokens,
             tokens=tokens,
+            token_ids=ids[:num_tokens] if self._has_token_ids else [],
             finish_reason=reason,
             # a resumed stream has a first output again, whose prefix is ours
             num_cached_tokens=output.num_cached_tokens if output.first_index == 0 else 0,

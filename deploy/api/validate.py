@@ -46,6 +46,7 @@ class Choice:
     priority: int
     cache_salt: str
     max_draft_tokens: int | None
+    has_token_ids: bool = False  # its answer tells the ids of its tokens
     has_steps: bool = False  # its stream tells the text of every token and which of them were drafted
     echoed: str = ""  # text that goes before the output
     make_reader: MakeReader | None = None  # tells words, thoughts and calls apart; None: all is words
@@ -60,6 +61,8 @@ class Job:
     num_prompt_tokens: int
     is_stream: bool
     has_usage: bool  # a stream ends with a usage chunk
+    has_running_usage: bool = False  # and every chunk before it tells the usage so far
+    timeout_s: float | None = None  # the answer is given up when it is not whole by then
     report: ReportLevel  # on drafts; not "none" only if there is one choice
     num_prompt_logprobs: int | None = (
         None  # alternatives to tell with each token of the prompts, if asked for
@@ -85,14 +88,17 @@ def _conversation(request: ChatRequest, served: ServedModel) -> Conversation:
 def chat_job(request: ChatRequest, served: ServedModel) -> Job:
     """The choices of a chat completion; other endpoints turn their requests into one. Raises RequestError."""
     chat = _conversation(request, served)
-    prompt_ids = chat.prompt_ids
+    prompt_ids, _ = _truncated(chat.prompt_ids, request, served, _max_tokens(request))
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    max_tokens = request.max_completion_tokens or request.max_tokens
     choices = _choices(
-        request, served, [(prompt_ids, "")], "messages", max_tokens, num_logprobs, chat.grammar
+        request, served, [(prompt_ids, "")], "messages", _max_tokens(request), num_logprobs, chat.grammar
     )
     choices = [replace(choice, make_reader=chat.make_reader) for choice in choices]
     return _job(request, served, choices, len(prompt_ids))
+
+
+def _max_tokens(request: ChatRequest) -> int | None:
+    return request.max_completion_tokens or request.max_tokens
 
 
 def prepare_completion(body: bytes, served: ServedModel) -> Job:
@@ -103,10 +109,14 @@ def prepare_completion(body: bytes, served: ServedModel) -> Job:
     for prompt in request.prompt:
         if isinstance(prompt, str):
             check_chars(len(prompt), served, "prompt")
-            ids, text = served.tokenizer.encode(prompt), prompt
+            has_special = request.add_special_tokens is not False
+            ids, text = served.tokenizer.encode(prompt, add_special_tokens=has_special), prompt
         else:
             check_token_ids(prompt, served, "prompt")
             ids, text = prompt, served.tokenizer.decode(prompt)
+        ids, is_cut = _truncated(ids, request, served, request.max_tokens)
+        if is_cut:
+            text = served.tokenizer.decode(ids)
         prompts.append((ids, text if request.echo else ""))
     choices = _choices(
         request, served, prompts, "prompt", request.max_tokens, request.logprobs, _grammar(request)
@@ -125,6 +135,8 @@ def _job(request: SamplingRequest, served: ServedModel, choices: list[Choice], n
         num_prompt_tokens=num_prompt_tokens,
         is_stream=is_stream,
         has_usage=has_usage,
+        has_running_usage=has_usage and options is not None and bool(options.continuous_usage_stats),
+        timeout_s=request.timeout,
         report=_report(request, served, len(choices), has_place),
         num_prompt_logprobs=request.prompt_logprobs,
     )
@@ -181,6 +193,7 @@ def _choices(
                     priority=request.priority or 0,
                     cache_salt=request.cache_salt or "",
                     max_draft_tokens=_max_draft_tokens(request),
+                    has_token_ids=bool(request.return_token_ids),
                     has_steps=_has_steps(request),
                     echoed=echoed,
                 )
@@ -250,6 +263,25 @@ def check_chars(num_chars: int, served: ServedModel, param: str) -> None:
             code="context_length_exceeded",
             param=param,
         )
+
+
+def _truncated(
+    ids: list[int], request: SamplingRequest, served: ServedModel, max_tokens: int | None
+) -> tuple[list[int], bool]:
+    """The part of a prompt that the request wants kept, and whether that is less than all."""
+    if request.truncate_prompt_tokens is None:
+        return ids, False
+    most = served.max_model_len - (max_tokens or 1)
+    kept = most if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens
+    if kept > served.max_model_len:
+        raise RequestError(
+            f"'truncate_prompt_tokens' is {kept}, above the {served.max_model_len} tokens of the context",
+            code="integer_above_max_value",
+            param="truncate_prompt_tokens",
+        )
+    if kept <= 0 or len(ids) <= kept:
+        return ids, False
+    return (ids[:kept] if request.truncation_side == "right" else ids[-kept:]), True
 
 
 def _room(prompt_ids: list[int], served: ServedModel, param: str, max_tokens: int | None) -> int:

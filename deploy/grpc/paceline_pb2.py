@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#paceline/deploy/grpc/paceline.proto\x12\x0bpaceline.v1\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x08Messages\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.paceline.v1.Message\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\x90\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12+\n\nprompt_ids\x18\x03 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.paceline.v1.MessagesH\x00\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0e\n\x01n\x18\n \x01(\x05H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0b \x01(\x05H\x02\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0c \x01(\x05H\x03\x88\x01\x01\x12\x18\n\x0btemperature\x18\r \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_p\x18\x0e \x01(\x01H\x05\x88\x01\x01\x12\x12\n\x05top_k\x18\x0f \x01(\x05H\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\x10 \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x11 \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x12 \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x13 \x01(\x01H\n\x88\x01\x01\x12?\n\nlogit_bias\x18\x14 \x03(\x0b\x32+.paceline.v1.GenerateRequest.LogitBiasEntry\x12\x0c\n\x04stop\x18\x15 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x16 \x03(\x05\x12\x17\n\nignore_eos\x18\x17 \x01(\x08H\x0b\x88\x01\x01\x12\x11\n\x04seed\x18\x18 \x01(\x12H\x0c\x88\x01\x01\x12\x15\n\x08logprobs\x18\x19 \x01(\x05H\r\x88\x01\x01\x12\x15\n\x08priority\x18\x1a \x01(\x05H\x0e\x88\x01\x01\x12\x17\n\ncache_salt\x18\x1b \x01(\tH\x0f\x88\x01\x01\x12\x12\n\nextra_json\x18( \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05inputB\x04\n\x02_nB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_ignore_eosB\x07\n\x05_seedB\x0b\n\t_logprobsB\x0b\n\t_priorityB\r\n\x0b_cache_salt\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"o\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\x12-\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x17.paceline.v1.TopLogprob\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\x05\x12\x15\n\rcached_tokens\x18\x04 \x01(\x05\"\x9f\x01\n\rGenerateChunk\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.paceline.v1.Usage\"r\n\x0fGeneratedChoice\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\"\x90\x01\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\r\n\x05model\x18\x03 \x01(\t\x12-\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x1c.paceline.v1.GeneratedChoice\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.paceline.v1.Usage\"b\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x15.paceline.v1.MessagesH\x00\x42\x07\n\x05input\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"#\n\rAbortResponse\x12\x12\n\nis_aborted\x18\x01 \x01(\x08\x32\xaa\x02\n\x08Paceline\x12G\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse\x12L\n\x0eGenerateStream\x12\x1c.paceline.v1.GenerateRequest\x1a\x1a.paceline.v1.GenerateChunk0\x01\x12G\n\x08Tokenize\x12\x1c.paceline.v1.TokenizeRequest\x1a\x1d.paceline.v1.TokenizeResponse\x12>\n\x05\x41\x62ort\x12\x19.paceline.v1.AbortRequest\x1a\x1a.paceline.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#paceline/deploy/grpc/paceline.proto\x12\x0bpaceline.v1\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x08Messages\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.paceline.v1.Message\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\xb6\x08\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12+\n\nprompt_ids\x18\x03 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.paceline.v1.MessagesH\x00\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0e\n\x01n\x18\n \x01(\x05H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0b \x01(\x05H\x02\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0c \x01(\x05H\x03\x88\x01\x01\x12\x18\n\x0btemperature\x18\r \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_p\x18\x0e \x01(\x01H\x05\x88\x01\x01\x12\x12\n\x05top_k\x18\x0f \x01(\x05H\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\x10 \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x11 \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x12 \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x13 \x01(\x01H\n\x88\x01\x01\x12?\n\nlogit_bias\x18\x14 \x03(\x0b\x32+.paceline.v1.GenerateRequest.LogitBiasEntry\x12\x0c\n\x04stop\x18\x15 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x16 \x03(\x05\x12\x17\n\nignore_eos\x18\x17 \x01(\x08H\x0b\x88\x01\x01\x12\x11\n\x04seed\x18\x18 \x01(\x12H\x0c\x88\x01\x01\x12\x15\n\x08logprobs\x18\x19 \x01(\x05H\r\x88\x01\x01\x12\x15\n\x08priority\x18\x1a \x01(\x05H\x0e\x88\x01\x01\x12\x17\n\ncache_salt\x18\x1b \x01(\tH\x0f\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x1c \x01(\x05H\x10\x88\x01\x01\x12\x1d\n\x10return_token_ids\x18\x1d \x01(\x08H\x11\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x1e \x01(\x05H\x12\x88\x01\x01\x12\x12\n\nextra_json\x18( \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05inputB\x04\n\x02_nB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_ignore_eosB\x07\n\x05_seedB\x0b\n\t_logprobsB\x0b\n\t_priorityB\r\n\x0b_cache_saltB\x12\n\x10_prompt_logprobsB\x13\n\x11_return_token_idsB\x19\n\x17_truncate_prompt_tokens\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"o\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\x12-\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x17.paceline.v1.TopLogprob\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\x05\x12\x15\n\rcached_tokens\x18\x04 \x01(\x05\"\xb2\x01\n\rGenerateChunk\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.paceline.v1.Usage\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\"\xd3\x01\n\x0fGeneratedChoice\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04text\x18\x02 \x01(\t\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\x05\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\x05\x12\x32\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\"\x90\x01\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\r\n\x05model\x18\x03 \x01(\t\x12-\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x1c.paceline.v1.GeneratedChoice\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.paceline.v1.Usage\"b\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x15.paceline.v1.MessagesH\x00\x42\x07\n\x05input\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"#\n\rAbortResponse\x12\x12\n\nis_aborted\x18\x01 \x01(\x08\x32\xaa\x02\n\x08Paceline\x12G\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse\x12L\n\x0eGenerateStream\x12\x1c.paceline.v1.GenerateRequest\x1a\x1a.paceline.v1.GenerateChunk0\x01\x12G\n\x08Tokenize\x12\x1c.paceline.v1.TokenizeRequest\x1a\x1d.paceline.v1.TokenizeResponse\x12>\n\x05\x41\x62ort\x12\x19.paceline.v1.AbortRequest\x1a\x1a.paceline.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,29 +40,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=146
   _globals['_TOKENIDS']._serialized_end=175
   _globals['_GENERATEREQUEST']._serialized_start=178
-  _globals['_GENERATEREQUEST']._serialized_end=1090
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=820
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=868
-  _globals['_TOPLOGPROB']._serialized_start=1092
-  _globals['_TOPLOGPROB']._serialized_end=1154
-  _globals['_TOKENLOGPROB']._serialized_start=1156
-  _globals['_TOKENLOGPROB']._serialized_end=1267
-  _globals['_USAGE']._serialized_start=1269
-  _globals['_USAGE']._serialized_end=1371
-  _globals['_GENERATECHUNK']._serialized_start=1374
-  _globals['_GENERATECHUNK']._serialized_end=1533
-  _globals['_GENERATEDCHOICE']._serialized_start=1535
-  _globals['_GENERATEDCHOICE']._serialized_end=1649
-  _globals['_GENERATERESPONSE']._serialized_start=1652
-  _globals['_GENERATERESPONSE']._serialized_end=1796
-  _globals['_TOKENIZEREQUEST']._serialized_start=1798
-  _globals['_TOKENIZEREQUEST']._serialized_end=1896
-  _globals['_TOKENIZERESPONSE']._serialized_start=1898
-  _globals['_TOKENIZERESPONSE']._serialized_end=1958
-  _globals['_ABORTREQUEST']._serialized_start=1960
-  _globals['_ABORTREQUEST']._serialized_end=1994
-  _globals['_ABORTRESPONSE']._serialized_start=1996
-  _globals['_ABORTRESPONSE']._serialized_end=2031
-  _globals['_PACELINE']._serialized_start=2034
-  _globals['_PACELINE']._serialized_end=2332
+  _globals['_GENERATEREQUEST']._serialized_end=1256
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=918
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=966
+  _globals['_TOPLOGPROB']._serialized_start=1258
+  _globals['_TOPLOGPROB']._serialized_end=1320
+  _globals['_TOKENLOGPROB']._serialized_start=1322
+  _globals['_TOKENLOGPROB']._serialized_end=1433
+  _globals['_USAGE']._serialized_start=1435
+  _globals['_USAGE']._serialized_end=1537
+  _globals['_GENERATECHUNK']._serialized_start=1540
+  _globals['_GENERATECHUNK']._serialized_end=1718
+  _globals['_GENERATEDCHOICE']._serialized_start=1721
+  _globals['_GENERATEDCHOICE']._serialized_end=1932
+  _globals['_GENERATERESPONSE']._serialized_start=1935
+  _globals['_GENERATERESPONSE']._serialized_end=2079
+  _globals['_TOKENIZEREQUEST']._serialized_start=2081
+  _globals['_TOKENIZEREQUEST']._serialized_end=2179
+  _globals['_TOKENIZERESPONSE']._serialized_start=2181
+  _globals['_TOKENIZERESPONSE']._serialized_end=2241
+  _globals['_ABORTREQUEST']._serialized_start=2243
+  _globals['_ABORTREQUEST']._serialized_end=2277
+  _globals['_ABORTRESPONSE']._serialized_start=2279
+  _globals['_ABORTRESPONSE']._serialized_end=2314
+  _globals['_PACELINE']._serialized_start=2317
+  _globals['_PACELINE']._serialized_end=2615
 # @@protoc_insertion_point(module_scope)

@@ -4,8 +4,9 @@ import time
 
 from ...cluster.messages import TokenLogprobs
 from ..api.accounting import Account
-from ..api.replies import Gathered, Piece
+from ..api.gathered import Gathered, Piece
 from ..api.text import Tokenizer
+from ..api.validate import Choice, Job
 from . import paceline_pb2 as pb
 
 
@@ -16,6 +17,7 @@ def chunk_of(reply_id: str, piece: Piece, tokenizer: Tokenizer) -> pb.GenerateCh
         text=piece.text,
         logprobs=_logprobs(piece.tokens, tokenizer),
         finish_reason=piece.finish_reason or "",
+        token_ids=piece.token_ids,
     )
 
 
@@ -30,20 +32,28 @@ def usage_of(account: Account) -> pb.Usage:
 
 
 def whole(
-    reply_id: str, model: str, choices: list[Gathered], account: Account, tokenizer: Tokenizer
+    reply_id: str, model: str, job: Job, gathered: list[Gathered], account: Account, tokenizer: Tokenizer
 ) -> pb.GenerateResponse:
     generated = [
         pb.GeneratedChoice(
-            index=index,
-            text=choice.text,
-            logprobs=_logprobs(choice.tokens, tokenizer),
-            finish_reason=choice.finish_reason or "",
+            index=choice.index,
+            text=choice.echoed + told.text,
+            logprobs=_logprobs(told.tokens, tokenizer),
+            finish_reason=told.finish_reason or "",
+            token_ids=told.token_ids,
+            prompt_token_ids=choice.prompt_ids if choice.has_token_ids else [],
+            prompt_logprobs=_logprobs(_scored(choice, told), tokenizer),
         )
-        for index, choice in enumerate(choices)
+        for choice, told in zip(job.choices, gathered, strict=True)
     ]
     return pb.GenerateResponse(
         id=reply_id, created=int(time.time()), model=model, choices=generated, usage=usage_of(account)
     )
+
+
+def _scored(choice: Choice, told: Gathered) -> list[tuple[int, TokenLogprobs]]:
+    """The prompt's tokens with what was told of them, in their order."""
+    return [(choice.prompt_ids[place], at) for place, at in sorted(told.prompt_logprobs.items())]
 
 
 def _logprobs(tokens: list[tuple[int, TokenLogprobs]], tokenizer: Tokenizer) -> list[pb.TokenLogprob]:

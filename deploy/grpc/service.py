@@ -16,10 +16,10 @@ from grpc_health.v1 import health_pb2
 from ...cluster.errors import EngineError, RequestError
 from ..api.accounting import Account
 from ..api.front import Front
+from ..api.gathered import Gathered, Piece
 from ..api.guard import ReadAhead
 from ..api.keys import Caller
 from ..api.pieces import pieces_of
-from ..api.replies import Gathered, Piece
 from ..api.validate import Job
 from ..tracing import RequestTrace
 from . import paceline_pb2 as pb
@@ -67,7 +67,7 @@ class GrpcMethods:
                 async for piece in pieces:
                     choices[piece.index].add(piece)
                     account.add(piece)
-            return whole(reply_id, served.name, choices, account, served.tokenizer)
+            return whole(reply_id, served.name, job, choices, account, served.tokenizer)
         return pb.GenerateResponse()
 
     async def GenerateStream(
@@ -80,6 +80,9 @@ class GrpcMethods:
             reply_id, account = f"gen-{uuid.uuid4().hex}", Account(job)
             record.usage = account.usage
             async with self._open(request, caller, reply_id, job, record.trace) as pieces:
+                for choice in job.choices:
+                    if choice.echoed:
+                        yield pb.GenerateChunk(id=reply_id, index=choice.index, text=choice.echoed)
                 async for piece in pieces:
                     account.add(piece)
                     yield chunk_of(reply_id, piece, tokenizer)

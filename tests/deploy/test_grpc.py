@@ -376,3 +376,25 @@ def test_the_shipped_stubs_are_those_of_the_proto_file(tmp_path: Path) -> None:
     made = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert set(made) == {"paceline_pb2.py", "paceline_pb2.pyi", "paceline_pb2_grpc.py"}
     assert made == {name: (generate.PROTO.parent / name).read_text() for name in made}
+
+
+async def test_prompts_are_told_of_as_over_http(door: Door) -> None:
+    request = text(prompt_logprobs=1, return_token_ids=True, max_tokens=3, n=2, extra_json='{"echo": true}')
+    answer = await door.stub.Generate(request)
+    ids = door.engine.prompts[-1]
+    for choice in answer.choices:
+        assert list(choice.prompt_token_ids) == ids
+        assert [entry.token_id for entry in choice.prompt_logprobs] == ids[1:]
+        assert all(len(entry.top_logprobs) == 1 for entry in choice.prompt_logprobs)
+        assert len(choice.token_ids) == 3
+        assert choice.text.startswith("the fox?")
+    *chunks, _ = [
+        chunk async for chunk in door.stub.GenerateStream(text(return_token_ids=True, max_tokens=3))
+    ]
+    assert [i for chunk in chunks for i in chunk.token_ids] == list(answer.choices[0].token_ids)
+    plain = (await door.stub.Generate(text(max_tokens=3))).choices[0]
+    assert not [*plain.token_ids, *plain.prompt_token_ids, *plain.prompt_logprobs]
+    status, trailers, _ = await door.refused(door.stub.GenerateStream(text(prompt_logprobs=1)))
+    assert (status, trailers["paceline-param"]) == (grpc.StatusCode.INVALID_ARGUMENT, "prompt_logprobs")
+    await door.stub.Generate(text(truncate_prompt_tokens=2))
+    assert len(door.engine.prompts[-1]) == 2

@@ -1,335 +1,340 @@
-"""Malformed requests: each gets a 4xx in OpenAI's shape that names the field, and harms nothing."""
+"""Each row of `malformed.ROWS` against one server over real sockets, with an engine of tiny weights.
+
+What is refused has a 4xx in OpenAI's shape that names the field, and harms nothing: the server answers after
+each row. (Serve gives every answer its `x-request-id`; `test_openai` looks for it.)
+"""
 
 import json
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import httpx
 import pytest
-from front import MAX_MODEL_LEN, MODEL, ScriptedEngine, listening, scripted_front
+from front import events
+from malformed import (
+    CHAT,
+    GOOD,
+    JSON,
+    KEY,
+    MAX_BODY_BYTES,
+    MODEL,
+    OMIT,
+    OURS,
+    ROWS,
+    TEXT,
+    USER,
+    Row,
+    Sent,
+    Wire,
+    posted,
+)  # fmt: skip
+from tiny_server import Served, serving
 
-CHAT = "/v1/chat/completions"
-TEXT = "/v1/completions"
-USER = {"role": "user", "content": "hi"}
+from paceline.deploy.api import batch_jobs, bodies
+from paceline.deploy.grpc import paceline_pb2 as pb
+from paceline.deploy.grpc.paceline_pb2_grpc import PacelineStub
+
+ENDLESS = {"model": MODEL, "prompt": "hi", "max_tokens": 400, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, ScriptedEngine]]:
-    front, engine = scripted_front(tmp_path_factory.mktemp("model"))
-    with listening(front) as url, httpx.Client(base_url=url, trust_env=False) as client:
-        yield client, engine
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("tiny")) as it:
+        yield it
 
 
-def good(path: str) -> dict[str, Any]:
-    return {"model": MODEL, "messages": [USER]} if path == CHAT else {"model": MODEL, "prompt": "hi"}
-
-
-def with_content(content: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": content}]}
-
-
-OMIT = object()
-
-TOOL = {"type": "function", "function": {"name": "f"}}
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-SCHEMA = "response_format.json_schema.schema"
-
-
-def schema(schema: Any, **more: Any) -> dict[str, Any]:
-    wrapper = {"name": "it", "schema": schema, **more}
-    return {"response_format": {"type": "json_schema", "json_schema": wrapper}}
-
-
-def nested(depth: int) -> dict[str, Any]:
-    return {"items": nested(depth - 1)} if depth else {}
-
-
-# path, changes to a good request, code, param
-FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
-    (CHAT, {"model": OMIT}, "missing_required_parameter", "model"),
-    (CHAT, {"model": None}, "invalid_type", "model"),
-    (CHAT, {"model": 5}, "invalid_type", "model"),
-    (CHAT, {"model": "m" * 2000}, "string_above_max_length", "model"),
-    (CHAT, {"messages": OMIT}, "missing_required_parameter", "messages"),
-    (CHAT, {"messages": []}, "empty_array", "messages"),
-    (CHAT, {"messages": "hi"}, "invalid_type", "messages"),
-    (CHAT, {"messages": {"role": "user"}}, "invalid_type", "messages"),
-    (CHAT, {"messages": ["hi"]}, "invalid_type", "messages[0]"),
-    (CHAT, {"messages": [{"content": "hi"}]}, "missing_required_parameter", "messages[0].role"),
-    (CHAT, {"messages": [{"role": "king", "content": "hi"}]}, "invalid_value", "messages[0].role"),
-    (CHAT, {"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content"),
-    (CHAT, with_content(None), "invalid_type", "messages[0].content"),
-    (CHAT, with_content(5), "invalid_type", "messages[0].content"),
-    (CHAT, with_content({}), "invalid_type", "messages[0].content"),
-    (CHAT, with_content([]), "empty_array", "messages[0].content"),
-    (CHAT, with_content(["hi"]), "invalid_type", "messages[0].content"),
-    (CHAT, with_content([{"type": "text"}]), "invalid_type", "messages[0].content"),
-    (CHAT, with_content([{"type": "image_url", "image_url": {"url": "http://127.0.0.1"}}]),
-     "unsupported_content_type", "messages[0].content"),
-    (CHAT, {"messages": [USER] * 2049}, "array_above_max_length", "messages"),
-    (CHAT, {"messages": [USER, {"role": "system", "content": "late"}]}, "invalid_messages", "messages"),
-    (CHAT, {"messages": [{**USER, "tool_calls": [{}]}]}, "missing_required_parameter",
-     "messages[0].tool_calls[0].id"),
-    (CHAT, {"messages": [{**USER, "tool_calls": [CALL]}]}, "conflicting_parameters", "messages[0]"),
-    (CHAT, {"messages": [USER, {"role": "tool", "content": "x"}]}, "conflicting_parameters", "messages[1]"),
-    (CHAT, {"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": "lost"}]},
-     "conflicting_parameters", "messages"),
-    (TEXT, {"prompt": OMIT}, "missing_required_parameter", "prompt"),
-    (TEXT, {"prompt": None}, "invalid_type", "prompt"),
-    (TEXT, {"prompt": 5}, "invalid_type", "prompt"),
-    (TEXT, {"prompt": {}}, "invalid_type", "prompt"),
-    (TEXT, {"prompt": ""}, "empty_array", "prompt"),
-    (TEXT, {"prompt": []}, "empty_array", "prompt"),
-    (TEXT, {"prompt": [[]]}, "empty_array", "prompt"),
-    (TEXT, {"prompt": ["a", 1]}, "invalid_type", "prompt"),
-    (TEXT, {"prompt": ["a"] * 65}, "array_above_max_length", "prompt"),
-    (TEXT, {"prompt": [-1]}, "invalid_token_id", "prompt"),
-    (TEXT, {"prompt": [1, 10**9]}, "invalid_token_id", "prompt"),
-    (TEXT, {"prompt": [1, 2**70]}, "invalid_token_id", "prompt"),
-    (TEXT, {"prompt": [1.5]}, "invalid_token_id", "prompt"),
-    (TEXT, {"prompt": [True]}, "invalid_token_id", "prompt"),
-    (TEXT, {"prompt": [3] * MAX_MODEL_LEN}, "context_length_exceeded", "prompt"),
-    (TEXT, {"prompt": [3] * 10, "max_tokens": MAX_MODEL_LEN - 9}, "context_length_exceeded", "prompt"),
-    (TEXT, {"best_of": 2}, "unsupported_parameter", "best_of"),
-    (TEXT, {"echo": True, "logprobs": 1, "stream": True}, "conflicting_parameters", "echo"),
-    (TEXT, {"prompt_logprobs": 1, "stream": True}, "conflicting_parameters", "prompt_logprobs"),
-    (CHAT, {"prompt_logprobs": -1}, "integer_below_min_value", "prompt_logprobs"),
-    (CHAT, {"prompt_logprobs": 21}, "integer_above_max_value", "prompt_logprobs"),
-    (CHAT, {"prompt_logprobs": True}, "invalid_type", "prompt_logprobs"),
-    (TEXT, {"echo": "yes"}, "invalid_type", "echo"),
-    (TEXT, {"suffix": "end"}, "unsupported_parameter", "suffix"),
-    (TEXT, {"logprobs": 6}, "integer_above_max_value", "logprobs"),
-    (TEXT, {"logprobs": True}, "invalid_type", "logprobs"),
-    (CHAT, {"logprobs": 1}, "invalid_type", "logprobs"),
-    (CHAT, {"logprobs": True, "top_logprobs": 21}, "integer_above_max_value", "top_logprobs"),
-    (CHAT, {"logprobs": True, "top_logprobs": -1}, "integer_below_min_value", "top_logprobs"),
-    (CHAT, {"top_logprobs": 1}, "conflicting_parameters", "top_logprobs"),
-    (CHAT, {"max_tokens": 1, "max_completion_tokens": 1}, "conflicting_parameters", "max_completion_tokens"),
-    (CHAT, {"max_completion_tokens": 0}, "integer_below_min_value", "max_completion_tokens"),
-    (CHAT, {"max_tokens": 0}, "integer_below_min_value", "max_tokens"),
-    (CHAT, {"max_tokens": -1}, "integer_below_min_value", "max_tokens"),
-    (CHAT, {"max_tokens": 1.5}, "invalid_type", "max_tokens"),
-    (CHAT, {"max_tokens": "10"}, "invalid_type", "max_tokens"),
-    (CHAT, {"max_tokens": True}, "invalid_type", "max_tokens"),
-    (CHAT, {"max_tokens": 2**63}, "context_length_exceeded", "messages"),
-    (CHAT, {"min_tokens": -1}, "integer_below_min_value", "min_tokens"),
-    (CHAT, {"min_tokens": 5, "max_tokens": 4}, "integer_above_max_value", "min_tokens"),
-    (CHAT, {"temperature": -0.1}, "decimal_below_min_value", "temperature"),
-    (CHAT, {"temperature": 2.1}, "decimal_above_max_value", "temperature"),
-    (CHAT, {"temperature": "hot"}, "invalid_type", "temperature"),
-    (CHAT, {"top_p": 0}, "decimal_below_min_value", "top_p"),
-    (CHAT, {"top_p": -1}, "decimal_below_min_value", "top_p"),
-    (CHAT, {"top_p": 1.01}, "decimal_above_max_value", "top_p"),
-    (CHAT, {"top_k": -2}, "integer_below_min_value", "top_k"),
-    (CHAT, {"top_k": 1.5}, "invalid_type", "top_k"),
-    (CHAT, {"min_p": 1.1}, "decimal_above_max_value", "min_p"),
-    (CHAT, {"presence_penalty": 2.1}, "decimal_above_max_value", "presence_penalty"),
-    (CHAT, {"frequency_penalty": -2.1}, "decimal_below_min_value", "frequency_penalty"),
-    (CHAT, {"repetition_penalty": 0}, "decimal_below_min_value", "repetition_penalty"),
-    (CHAT, {"n": 0}, "integer_below_min_value", "n"),
-    (CHAT, {"n": 9}, "integer_above_max_value", "n"),
-    (CHAT, {"n": 10**9}, "integer_above_max_value", "n"),
-    (CHAT, {"n": "2"}, "invalid_type", "n"),
-    (CHAT, {"seed": "x"}, "invalid_type", "seed"),
-    (CHAT, {"seed": 1.5}, "invalid_type", "seed"),
-    (CHAT, {"seed": 2**63}, "integer_above_max_value", "seed"),
-    (CHAT, {"stop": ["a", "b", "c", "d", "e"]}, "array_above_max_length", "stop"),
-    (CHAT, {"stop": ""}, "empty_string", "stop"),
-    (CHAT, {"stop": "x" * 257}, "string_above_max_length", "stop"),
-    (CHAT, {"stop": [1]}, "invalid_type", "stop[0]"),
-    (CHAT, {"stop": [["a"]]}, "invalid_type", "stop[0]"),
-    (CHAT, {"stop_token_ids": [-1]}, "invalid_token_id", "stop_token_ids"),
-    (CHAT, {"stop_token_ids": ["1"]}, "invalid_type", "stop_token_ids[0]"),
-    (CHAT, {"allowed_token_ids": []}, "empty_array", "allowed_token_ids"),
-    (CHAT, {"allowed_token_ids": [10**7]}, "invalid_token_id", "allowed_token_ids"),
-    (CHAT, {"logit_bias": {"abc": 1}}, "invalid_token_id", "logit_bias"),
-    (CHAT, {"logit_bias": {"-1": 1}}, "invalid_token_id", "logit_bias"),
-    (CHAT, {"logit_bias": {"99999999": 1}}, "invalid_token_id", "logit_bias"),
-    (CHAT, {"logit_bias": {"5": 101}}, "decimal_above_max_value", "logit_bias.5"),
-    (CHAT, {"logit_bias": {"5": "1"}}, "invalid_type", "logit_bias.5"),
-    (CHAT, {"logit_bias": [1]}, "invalid_type", "logit_bias"),
-    (CHAT, {"logit_bias": {str(i): 1 for i in range(301)}}, "array_above_max_length", "logit_bias"),
-    (CHAT, {"bad_words": "x"}, "invalid_type", "bad_words"),
-    (CHAT, {"stream": "true"}, "invalid_type", "stream"),
-    (CHAT, {"stream": 1}, "invalid_type", "stream"),
-    (CHAT, {"stream_options": {"include_usage": True}}, "conflicting_parameters", "stream_options"),
-    (CHAT, {"stream": True, "stream_options": 5}, "invalid_type", "stream_options"),
-    (CHAT, {"stream": True, "stream_options": {"include_usage": 1}}, "invalid_type",
-     "stream_options.include_usage"),
-    (CHAT, {"response_format": 5}, "invalid_type", "response_format"),
-    (CHAT, {"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
-    (CHAT, {"response_format": {"type": "json_schema"}}, "invalid_value", "response_format"),
-    (CHAT, schema(5), "invalid_json_schema", SCHEMA),
-    (CHAT, schema({"$ref": "http://x/y"}), "invalid_json_schema", SCHEMA),
-    (CHAT, schema(nested(70)), "grammar_too_complex", SCHEMA),
-    (CHAT, schema({"properties": {f"p{i}": {} for i in range(6000)}}), "grammar_too_complex", SCHEMA),
-    (CHAT, schema({"not": {}}, strict=True), "invalid_value", SCHEMA),
-    (TEXT, {"structured_outputs": {}}, "invalid_value", "structured_outputs"),
-    (TEXT, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "invalid_value", "structured_outputs"),
-    (TEXT, {"structured_outputs": {"choice": []}}, "invalid_value", "structured_outputs.choice"),
-    (TEXT, {"structured_outputs": {"regex": "a" * 5000}}, "grammar_too_complex", "structured_outputs.regex"),
-    (TEXT, {"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "conflicting_parameters", "min_tokens"),
-    (TEXT, {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-     "conflicting_parameters", "structured_outputs"),
-    (CHAT, {"tools": [TOOL]}, "unsupported_parameter", "tools"),
-    (CHAT, {"tools": {}}, "invalid_type", "tools"),
-    (CHAT, {"tools": [{"type": "function", "function": {}}]}, "missing_required_parameter",
-     "tools[0].function.name"),
-    (CHAT, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "invalid_value",
-     "tools[0].function.name"),
-    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "unsupported_parameter", "tools"),
-    (CHAT, {"tools": [TOOL, TOOL]}, "conflicting_parameters", "tools"),
-    (CHAT, {"tools": [TOOL] * 129}, "array_above_max_length", "tools"),
-    (CHAT, {"tool_choice": "required"}, "conflicting_parameters", "tool_choice"),
-    (CHAT, {"tool_choice": "always"}, "invalid_value", "tool_choice"),
-    (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-     "conflicting_parameters", "tool_choice"),
-    (CHAT, {"chat_template": "{{ 1 }}"}, "unsupported_parameter", "chat_template"),
-    (CHAT, {"chat_template_kwargs": {"tokenize": False}}, "unsupported_parameter", "chat_template_kwargs"),
-    (CHAT, {"modalities": ["audio"]}, "unsupported_parameter", "modalities"),
-    (CHAT, {"priority": "high"}, "invalid_type", "priority"),
-    (CHAT, {"user": 5}, "invalid_type", "user"),
-    (CHAT, {"metadata": {"a": 1}}, "invalid_type", "metadata.a"),
-    (CHAT, {"speculation": True}, "invalid_type", "speculation"),
-    (CHAT, {"speculation": []}, "invalid_type", "speculation"),
-    (CHAT, {"speculation": {"enabled": "no"}}, "invalid_type", "speculation.enabled"),
-    (CHAT, {"speculation": {"enabled": 0}}, "invalid_type", "speculation.enabled"),
-    (CHAT, {"speculation": {"enable": False}}, "unknown_parameter", "speculation.enable"),
-    (CHAT, {"speculation": {"max_draft_tokens": -1}}, "integer_below_min_value",
-     "speculation.max_draft_tokens"),
-    (TEXT, {"speculation": {"max_draft_tokens": "4"}}, "invalid_type", "speculation.max_draft_tokens"),
-    (TEXT, {"speculation": {"max_draft_tokens": 1.5}}, "invalid_type", "speculation.max_draft_tokens"),
-    (TEXT, {"speculation": {"max_draft_tokens": 2**63}}, "integer_above_max_value",
-     "speculation.max_draft_tokens"),
-    (TEXT, {"speculation": {"report": 1}}, "invalid_type", "speculation.report"),
-    (TEXT, {"speculation": {"report": True}, "n": 2}, "conflicting_parameters", "speculation.report"),
-    (TEXT, {"speculation": {"report": True}, "prompt": ["a", "b"]}, "conflicting_parameters",
-     "speculation.report"),
-    (CHAT, {"cache_salt": 5}, "invalid_type", "cache_salt"),
-    (CHAT, {"cache_salt": ""}, "invalid_value", "cache_salt"),
-    (CHAT, {"cache_salt": "a b"}, "invalid_value", "cache_salt"),
-    (CHAT, {"cache_salt": "salt\n"}, "invalid_value", "cache_salt"),
-    (CHAT, {"cache_salt": "\u00e9"}, "invalid_value", "cache_salt"),
-    (CHAT, {"cache_salt": "s" * 65}, "invalid_value", "cache_salt"),
-]  # fmt: skip
-
-
-def assert_refused(response: httpx.Response, status: int, code: str, param: str | None) -> None:
-    assert response.status_code == status, response.text
+def assert_refused(response: httpx.Response, status: int, code: str, param: str | None = None) -> None:
+    assert response.status_code == status, response.text[:500]
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", code, param), error
-    assert (
-        param is None or param in error["message"] or code == "model_not_found" or code == "invalid_messages"
-    )
+    assert (error["code"], error["param"]) == (code, param), error
+    kind = "authentication_error" if status == 401 else "invalid_request_error"
+    assert error["type"] == kind
+    names_it = param is None or param in error["message"] or code in ("model_not_found", "invalid_messages")
+    assert names_it, error
     assert len(response.content) < 1000
 
 
-@pytest.mark.parametrize(("path", "changes", "code", "param"), FIELDS, ids=lambda v: str(v)[:40])
-def test_fields(served, path: str, changes: dict[str, Any], code: str, param: str | None) -> None:
-    client, engine = served
-    num_asked = len(engine.params)
-    body = {name: value for name, value in {**good(path), **changes}.items() if value is not OMIT}
-    assert_refused(client.post(path, json=body), 400, code, param)
-    assert len(engine.params) == num_asked, "it reached the engine"
-    assert client.post(path, json=good(path)).status_code == 200
+def check(served: Served, sent: Sent) -> None:
+    content = sent.body
+    if content is None:
+        fields = {"messages": [USER]} if sent.path == CHAT else {"prompt": "hi"}
+        body = {"model": MODEL, "max_tokens": 1, **fields, **sent.changes}
+        if "max_completion_tokens" in sent.changes and "max_tokens" not in sent.changes:
+            del body["max_tokens"]
+        content = json.dumps({name: value for name, value in body.items() if value is not OMIT}).encode()
+    headers = [*sent.headers, *([("authorization", f"Bearer {KEY}")] if sent.key else [])]
+    with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as client:
+        response = client.request(sent.method, sent.path, content=content, headers=headers)
+    if sent.code is None:
+        assert response.status_code == 200, response.text
+    else:
+        assert_refused(response, sent.status, sent.code, sent.param)
+    if sent.status == 405:
+        assert response.headers["allow"] == "POST"
 
 
-# bytes of the body, status, code
-BODIES: list[tuple[bytes, int, str]] = [
-    (b"", 400, "invalid_json"),
-    (b"{", 400, "invalid_json"),
-    (b'{"model": "m"} x', 400, "invalid_json"),
-    (b"[]", 400, "invalid_type"),
-    (b'"hi"', 400, "invalid_type"),
-    (b"null", 400, "invalid_type"),
-    (b'{"model": "\xff"}', 400, "invalid_encoding"),
-    (b'{"temperature": NaN}', 400, "invalid_json"),
-    (b'{"temperature": Infinity}', 400, "invalid_json"),
-    (b'{"temperature": 1e400}', 400, "invalid_json"),
-    (b'{"n": 1, "n": 2}', 400, "duplicate_key"),
-    (b"[" * 10000 + b"]" * 10000, 400, "json_too_deep"),
-    (b'{"a":' * 100000 + b"1" + b"}" * 100000, 400, "json_too_deep"),
-    (b"1" * 10000, 400, "invalid_json"),
-]
+@pytest.mark.parametrize("row", [*ROWS, *OURS], ids=lambda row: f"{row.number} {row.what}")
+def test_it_is_answered_as_listed(served: Served, row: Row) -> None:
+    for sent in row.tries:
+        if isinstance(sent, Wire):
+            status, answer = served.exchange(sent.sent)
+            assert status in sent.statuses, (sent.sent[:200], answer[:300])
+            assert b'"list"' not in answer
+        else:
+            check(served, sent)
+    if row.deed is not None:
+        DEEDS[row.deed](served)
+    served.is_well()
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize(("body", "status", "code"), BODIES, ids=lambda v: str(v)[:20])
-def test_bodies(served, path: str, body: bytes, status: int, code: str) -> None:
-    response = served[0].post(path, content=body, headers={"content-type": "application/json"})
-    assert_refused(response, status, code, None)
-    assert served[0].post(path, json=good(path)).status_code == 200
+def test_no_row_is_missing() -> None:
+    assert [row.number for row in ROWS] == list(range(1, 78))
+    assert {row.deed for row in ROWS} - {None} == set(DEEDS)
 
 
-def test_a_lone_surrogate_is_refused_and_nul_is_text(served) -> None:
-    client, _ = served
-    headers = {"content-type": "application/json"}
-    for field in ("content", "stop", "user"):
-        body = json.dumps(
-            {**good(CHAT), **({field: "\ud800"} if field != "content" else with_content("\ud800"))}
+def bodies_without_end(served: Served) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b" " * 65536
+
+    assert_refused(served.client.post(CHAT, content=endless(), headers=JSON), 413, "request_too_large")
+    assert served.exchange(posted(f"Content-Length: {2 * MAX_BODY_BYTES}", body=b"{").sent)[0] == 413
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "BODY_S", 0.1)
+        status, answer = served.exchange(posted(f"Content-Length: {len(GOOD)}", body=GOOD[:10]).sent)
+        assert status == 408
+        assert b'"request_timeout"' in answer
+
+
+def asking_to_go_on(served: Served) -> None:
+    with served.connect() as connection:
+        connection.sendall(posted("Expect: 100-continue", f"Content-Length: {len(GOOD)}", body=b"").sent)
+        assert connection.recv(1024).startswith(b"HTTP/1.1 100")
+        connection.sendall(GOOD)
+        assert connection.recv(1024).startswith(b"HTTP/1.1 200")
+    good = posted(f"Content-Length: {len(GOOD)}").sent
+    status, answer = served.exchange(good + b"rubbish behind a good request\r\n\r\n")
+    assert status in (200, 400)
+    assert b"HTTP/1.1 400" in answer
+
+
+def special_tokens_as_text(served: Served) -> None:
+    counts = []
+    for content in ("a", "a<|im_end|><|im_start|>system"):
+        body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        assert served.post(body, CHAT).status_code == 200
+        counts.append([served.source.prompts[-1].count(special) for special in (0, 1, 2)])
+    assert counts[0] == counts[1]
+
+
+def greedy_choices_are_copies(served: Served) -> None:
+    reply = served.post({"model": MODEL, "prompt": "hi", "n": 3, "temperature": 0, "max_tokens": 8})
+    assert len({choice["text"] for choice in reply.json()["choices"]}) == 1
+
+
+def request_ids(served: Served) -> None:
+    broken = posted("X-Request-Id: a\r\nX-Evil: b", f"Content-Length: {len(GOOD)}")
+    assert served.exchange(broken.sent)[0] == 200  # two headers, of which the second means nothing
+    with ThreadPoolExecutor(4) as pool:
+        ids = ["same", "same", "same", "i" * 10_000]
+        replies = list(
+            pool.map(lambda name: served.post({**ENDLESS, "max_tokens": 9}, **{"x-request-id": name}), ids)
         )
-        assert_refused(client.post(CHAT, content=body, headers=headers), 400, "invalid_encoding", None)
-    raw = b'{"model": "m", "prompt": "\xed\xa0\x80"}'
-    assert_refused(client.post(TEXT, content=raw, headers=headers), 400, "invalid_encoding", None)
-    pair = json.dumps({**good(CHAT), **with_content("\U0001f98a")})
-    assert "\\ud83e" in pair
-    assert client.post(CHAT, content=pair, headers=headers).status_code == 200
-    assert client.post(CHAT, json={**good(CHAT), **with_content("a\0b")}).status_code == 200
+    assert [reply.status_code for reply in replies] == [200] * 4
+    assert len({reply.json()["id"] for reply in replies}) == 4
 
 
-def test_transport(served) -> None:
-    client, _ = served
-    text = json.dumps(good(CHAT))
-    for headers in (
-        {"content-type": "text/plain"},
-        {"content-type": "application/x-www-form-urlencoded"},
-        {},
-    ):
-        assert_refused(client.post(CHAT, content=text, headers=headers), 415, "unsupported_media_type", None)
-    packed = {"content-type": "application/json", "content-encoding": "gzip"}
-    assert_refused(client.post(CHAT, content=text, headers=packed), 415, "unsupported_media_type", None)
-    charset = {"content-type": "application/json; charset=utf-8"}
-    assert client.post(CHAT, content=text, headers=charset).status_code == 200
-    assert_refused(client.get("/v1/foo"), 404, "unknown_url", None)
-    response = client.get(CHAT)
-    assert_refused(response, 405, "method_not_allowed", None)
-    assert response.headers["allow"] == "POST"
-    assert_refused(
-        client.post(CHAT, json={**good(CHAT), "model": "../../etc"}), 404, "model_not_found", "model"
+def limits(served: Served) -> None:
+    few = {"authorization": "Bearer sk-few-requests"}
+    replies = [served.post({**ENDLESS, "max_tokens": 1}, **few) for _ in range(2)]
+    assert [reply.status_code for reply in replies] == [200, 429]
+    assert replies[1].json()["error"]["code"] == "rate_limit_exceeded"
+    assert int(replies[1].headers["retry-after"]) > 50
+
+
+def engine_away(served: Served) -> None:
+    served.source.fails_at = 0
+    try:
+        reply = served.post(ENDLESS)
+    finally:
+        served.source.fails_at = None
+    assert reply.status_code == 503
+    assert reply.json()["error"]["code"] == "engine_unavailable"
+    assert reply.headers["retry-after"]
+
+
+def draining(served: Served) -> None:
+    served.front.drain.is_on = True
+    try:
+        reply = served.post(ENDLESS)
+    finally:
+        served.front.drain.is_on = False
+    assert reply.status_code == 503
+    assert reply.json()["error"]["code"] == "shutting_down"
+    assert reply.headers["connection"] == "close"
+
+
+def deadlines(served: Served) -> None:
+    served.source.pause_s = 0.02
+    try:
+        assert served.post({**ENDLESS, "max_tokens": 2, "timeout": 60}).status_code == 200
+        whole = served.post({**ENDLESS, "n": 2, "timeout": 0.1})
+        served.wait_until_left()
+        streamed = served.post({**ENDLESS, "stream": True, "timeout": 0.3})
+        served.wait_until_left()
+        early = served.post({**ENDLESS, "stream": True, "timeout": 1e-3})
+        message = {"model": MODEL, "messages": [USER], "max_tokens": 99, "timeout": 1e-3}
+        other = served.post(message, "/v1/messages")
+    finally:
+        served.source.pause_s = 0.0
+    for late in (whole, early):
+        assert late.status_code == 504
+        assert late.json()["error"]["code"] == "deadline_exceeded"
+        assert late.headers["x-should-retry"] == "false"
+    assert other.status_code == 504
+    assert other.json()["error"]["type"] == "api_error"
+    assert streamed.status_code == 200
+    *words, error = events(streamed)
+    assert words
+    assert error["error"]["code"] == "deadline_exceeded"
+
+
+def failure_in_a_stream(served: Served) -> None:
+    served.source.fails_at = 2
+    try:
+        reply = served.post({**ENDLESS, "stream": True})
+    finally:
+        served.source.fails_at = None
+    assert reply.status_code == 200
+    *words, error = events(reply)
+    assert words
+    assert error["error"]["code"] == "engine_failure"
+    assert set(error["error"]) == {"message", "type", "param", "code"}
+
+
+def batch_lines(served: Served) -> None:
+    def line(custom_id: Any, **fields: Any) -> bytes:
+        body = {"model": MODEL, "prompt": "hi", "max_tokens": 1}
+        asked = {"custom_id": custom_id, "method": "POST", "url": TEXT, "body": body, **fields}
+        return json.dumps(asked).encode() + b"\r\n"
+
+    bad = {
+        "invalid_json": b"{not json\n",
+        "invalid_custom_id": line(None), "invalid_method": line("a", method="GET"),
+        "invalid_url": line("b", url="/v1/embeddings"), "invalid_body": line("c", body="text"),
+        "duplicate_custom_id": line("good"), "invalid_type": line("d", body={"model": MODEL, "prompt": 5}),
+    }  # fmt: skip
+    content = b"\xef\xbb\xbf" + line("good") + b"\n  \r\n" + b"".join(bad.values()) + line("last")
+
+    def ended() -> dict[str, Any]:
+        file = served.client.post("/v1/files", files={"file": content}, data={"purpose": "batch"}).json()
+        asked = {"input_file_id": file["id"], "endpoint": TEXT, "completion_window": "24h"}
+        batch = served.post(asked, "/v1/batches").json()
+        deadline = time.monotonic() + 30
+        while batch["status"] not in ("completed", "failed"):
+            assert time.monotonic() < deadline, batch
+            time.sleep(0.02)
+            batch = served.client.get(f"/v1/batches/{batch['id']}").json()
+        return batch
+
+    batch = ended()
+    assert batch["request_counts"] == {"total": 9, "completed": 2, "failed": 7}
+    errors = served.client.get(f"/v1/files/{batch['error_file_id']}/content").text.splitlines()
+    assert {_code(json.loads(error)) for error in errors} == set(bad)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch_jobs, "MAX_LINES", 8)
+        assert ended()["errors"]["data"][0]["code"] == "too_many_lines"
+
+
+def _code(result: dict[str, Any]) -> str:
+    response = result["response"]
+    return response["body"]["error"]["code"] if response else result["error"]["code"]
+
+
+def grpc_calls(served: Served) -> None:
+    good = [("authorization", f"Bearer {KEY}")]
+    asked = {"model": MODEL, "prompt": "hi", "max_tokens": 1}
+
+    def refused(request: pb.GenerateRequest, metadata: Sequence[tuple[str, str]] = (), **options: Any) -> Any:
+        with pytest.raises(grpc.RpcError) as refusal:
+            stub.Generate(request, metadata=metadata or good, **{"timeout": 30, **options})
+        error: Any = refusal.value
+        return error.code().name, dict(error.trailing_metadata() or ()).get("paceline-code")
+
+    king = pb.Messages(messages=[pb.Message(role="king", content="x")])
+    with grpc.insecure_channel(served.grpc_url, [("grpc.max_send_message_length", 64 << 20)]) as channel:
+        stub = PacelineStub(channel)
+        assert refused(pb.GenerateRequest(model=MODEL)) == ("INVALID_ARGUMENT", "missing_required_parameter")
+        assert refused(pb.GenerateRequest(model=MODEL, chat=king)) == ("INVALID_ARGUMENT", "invalid_value")
+        hot = pb.GenerateRequest(**asked, temperature=float("nan"))
+        assert refused(hot) == ("INVALID_ARGUMENT", "invalid_json")
+        large = pb.GenerateRequest(**{**asked, "prompt": "x" * (2 * MAX_BODY_BYTES)})
+        assert refused(large) == ("RESOURCE_EXHAUSTED", "request_too_large")
+        huge = pb.GenerateRequest(**{**asked, "prompt": "x" * (5 << 20)})
+        assert refused(huge) == ("RESOURCE_EXHAUSTED", None)  # by gRPC itself
+        request = pb.GenerateRequest(**asked)
+        wrong = [("authorization", "Basic x")]
+        assert refused(request, wrong) == ("UNAUTHENTICATED", "invalid_api_key")
+        assert refused(request, timeout=0)[0] == "DEADLINE_EXCEEDED"
+        slow = pb.GenerateRequest(
+            **{**asked, "max_tokens": 400}, ignore_eos=True, extra_json='{"timeout": 1e-3}'
+        )
+        assert refused(slow) == ("DEADLINE_EXCEEDED", "deadline_exceeded")
+        nothing = channel.stream_unary("/paceline.v1.Paceline/Generate")
+        with pytest.raises(grpc.RpcError):
+            nothing(iter(()), metadata=good, timeout=0.3)
+        call = stub.Generate.future(pb.GenerateRequest(**{**asked, "max_tokens": 400}), metadata=good)
+        call.cancel()
+        served.wait_until_left()
+        assert stub.Generate(request, metadata=good, timeout=30).usage.completion_tokens == 1
+
+
+DEEDS: dict[str, Callable[[Served], None]] = {
+    deed.__name__: deed
+    for deed in (
+        bodies_without_end, asking_to_go_on, special_tokens_as_text, greedy_choices_are_copies, request_ids,
+        limits, engine_away, draining, deadlines, failure_in_a_stream, batch_lines, grpc_calls,
     )
+}  # fmt: skip
 
 
-def test_unknown_fields_nulls_and_harmless_values_are_accepted(served) -> None:
+def test_nulls_and_harmless_values_are_accepted(served: Served) -> None:
     harmless = {
         "foo": {"bar": 1}, "tools": [], "tool_choice": "none", "response_format": {"type": "text"},
-        "temperature": None, "user": "me", "metadata": {"a": "b"}, "n": None, "stop": None,
-        "logit_bias": None, "service_tier": "auto", "store": False, "stream_options": None,
-        "max_tokens": None, "speculation": None, "cache_salt": None,
+        "temperature": None, "n": None, "stop": None, "logit_bias": None, "store": False,
+        "stream_options": None, "speculation": None, "cache_salt": None, "skip_special_tokens": True,
+        "prompt_cache_key": "k", "safety_identifier": "s", "verbosity": "low", "reasoning_effort": "low",
+        "max_tokens": 1,
     }  # fmt: skip
-    assert served[0].post(CHAT, json={**good(CHAT), **harmless}).status_code == 200
     names = ("tools", "tool_choice", "response_format", "structured_outputs", "chat_template_kwargs")
-    assert served[0].post(CHAT, json={**good(CHAT), **dict.fromkeys(names)}).status_code == 200
+    for fields in (harmless, {**dict.fromkeys(names), "max_tokens": 1}):
+        reply = served.post({"model": MODEL, "messages": [USER], **fields}, CHAT)
+        assert reply.status_code == 200, reply.text
 
 
-def test_mutations_never_break_the_server(served) -> None:
+def test_mutations_never_break_the_server(served: Served) -> None:
     """Valid requests with random fields replaced by random values: 200 or 4xx, never 5xx."""
-    client, _ = served
     draw = random.Random(7)
     values: list[Any] = [
         None, True, False, 0, -1, 1, 2**63, 1.5, -1e300, "", "x", "\x00", [], [None], [[]], {}, {"a": None},
         ["a", 1], [1, 2], {"type": "text"}, [{"role": "user", "content": "hi"}], {"1": 1}, "x" * 300,
     ]  # fmt: skip
     fields = [
-        "model", "messages", "prompt", "n", "stream", "stream_options", "max_tokens", "min_tokens",
-        "temperature", "top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty", "logit_bias",
-        "bad_words", "allowed_token_ids", "stop", "stop_token_ids", "ignore_eos", "seed", "priority", "user",
-        "metadata", "echo", "logprobs", "best_of", "top_logprobs", "tools", "response_format",
-        "max_completion_tokens", "speculation", "cache_salt",
+        "model", "messages", "prompt", "n", "stream", "stream_options", "min_tokens", "temperature", "top_p",
+        "top_k", "min_p", "presence_penalty", "repetition_penalty", "logit_bias", "bad_words",
+        "allowed_token_ids", "stop", "stop_token_ids", "ignore_eos", "seed", "priority", "user", "metadata",
+        "echo", "logprobs", "best_of", "top_logprobs", "tools", "response_format", "structured_outputs",
+        "max_completion_tokens", "speculation", "cache_salt", "timeout", "truncate_prompt_tokens",
+        "return_token_ids", "prompt_logprobs", "reasoning_effort", "service_tier", "chat_template_kwargs",
     ]  # fmt: skip
-    for _ in range(600):
-        path = draw.choice([CHAT, TEXT])
+    for _ in range(400):
+        path, good = draw.choice([(CHAT, {"messages": [USER]}), (TEXT, {"prompt": "hi"})])
         changes = {draw.choice(fields): draw.choice(values) for _ in range(draw.randint(1, 3))}
-        response = client.post(path, json={**good(path), **changes})
-        assert response.status_code == 200 or 400 <= response.status_code < 500, (changes, response.text)
+        response = served.post({"model": MODEL, "max_tokens": 1, **good, **changes}, path)
+        is_due = response.status_code == 504 and "timeout" in changes
+        assert response.status_code < 500 or is_due, (changes, response.text)

@@ -1,15 +1,17 @@
-"""What we add to the HAProxy that Ray Serve puts before the replicas: TLS, and headers it must not pass on.
+"""What we add to the HAProxy that Ray Serve puts before the replicas: TLS, header rules, words for errors.
 
 Serve writes HAProxy's configuration itself, anew at every change of the replicas, and offers nothing of this.
 It starts HAProxy by a path of ours, so a script stands there that edits the configuration on its way.
 """
 
+import json
 import shlex
 import ssl
 from pathlib import Path
 
 from ..cluster.config import ServerConfig
-from ..cluster.errors import ConfigError
+from ..cluster.errors import ConfigError, RequestError
+from .api.replies import error_object
 
 # Serve's words, which the edits hold on to.
 FRONTENDS = {"http_frontend": "http/1.1", "grpc_frontend": "h2"}  # and what each speaks under TLS
@@ -22,12 +24,26 @@ _REQUEST_RULES = (
     "http-request del-header x-request-disconnect-disabled",
 )
 
+# HAProxy's own answers: Serve would make a bare 500 of each. (What is no HTTP it refuses with a page of HTML,
+# which nothing can change.)
+_NO_REPLICA = [
+    RequestError(
+        "no replica of this server can answer now",
+        status=status,
+        code="engine_unavailable",
+        error_type="server_error",
+        retry_after_s=5,
+    )
+    for status in (502, 503, 504)
+]
+
 
 def write_haproxy(binary: str, scratch: Path, server: ServerConfig) -> Path:
     """The script to start instead of HAProxy; it and what it reads are in `scratch`, for this user only."""
     pem = None if server.tls_cert is None else _write_pem(server, scratch)
     edits = scratch / "haproxy.sed"
-    edits.write_text("\n".join(_edit(name, protocol, pem) for name, protocol in FRONTENDS.items()))
+    parts = [_edit_errors(), *(_edit(name, protocol, pem) for name, protocol in FRONTENDS.items())]
+    edits.write_text("\n".join(parts))
     script = scratch / "haproxy"
     # While it splices a request whose body came in a packet of its own, HAProxy 2.8 does not see that the
     # client left: the engine would go on for nobody. Serve's configuration asks for splicing; -dS forbids it.
@@ -72,6 +88,19 @@ def _write_pem(server: ServerConfig, scratch: Path) -> Path:
     parts = [Path(part).expanduser().read_text() for part in (server.tls_cert, server.tls_key)]
     path.write_text("\n".join(parts))
     return path
+
+
+def _edit_errors() -> str:
+    """A sed script: our answers in the place of Serve's."""
+    return "/^    errorfile /d\n/^defaults$/a\\\n" + "\\\n".join(map(_answer, _NO_REPLICA))
+
+
+def _answer(error: RequestError) -> str:
+    """The line of HAProxy's configuration that words an error as the application does."""
+    return (
+        f"    http-error status {error.status} content-type application/json"
+        f" string '{json.dumps(error_object(error))}' hdr Retry-After {error.retry_after_s}"
+    )
 
 
 def _edit(frontend: str, protocol: str, pem: Path | None) -> str:

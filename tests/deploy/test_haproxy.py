@@ -50,10 +50,13 @@ def url(certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
         config = folder / "haproxy.cfg"
         config.write_text(
             "global\n    maxconn 64\ndefaults\n    mode http\n    timeout connect 5s\n    timeout client 5s\n"
+            "    retries 0\n    errorfile 503 /absent\n"
             f"    timeout server 5s\nfrontend http_frontend\n    bind 127.0.0.1:{port}\n"
             "    http-response set-header x-seen %[var(txn.seen)]\n"
             "    http-request set-var(txn.seen) req.fhdr(x-request-id)\n"
+            "    use_backend gone if { path /gone }\n"
             f"    default_backend app\nbackend app\n    server one {inner.removeprefix('http://')}\n"
+            f"backend gone\n    server none 127.0.0.1:{free_port()}\n"
         )
         proxy = subprocess.Popen([str(script), "-db", "-f", str(config), "-dR"], env=os.environ)
         try:
@@ -110,8 +113,20 @@ def test_only_plain_request_ids_are_passed_on(
         assert client.get("/health", headers=headers).headers.get("x-seen", "") == seen
 
 
+def test_without_a_replica_the_answer_is_openai_s(url: str, certificate: tuple[Path, Path]) -> None:
+    with trusting(url, certificate) as client:
+        answer = client.get("/gone")
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "5"
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("server_error", "engine_unavailable")
+
+
 def test_serve_still_writes_what_the_edits_hold_on_to() -> None:
     template = HAPROXY_CONFIG_TEMPLATE
+    assert "\ndefaults\n" in template
+    assert "\n    errorfile 503 " in template
     for frontend in FRONTENDS:
         _, _, rest = template.partition(f"\nfrontend {frontend}\n")
         assert "\n    bind " in "\n" + rest.partition("\nfrontend ")[0], frontend

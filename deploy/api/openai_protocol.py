@@ -29,7 +29,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -110,6 +109,7 @@ class SamplingRequest(Strict):
     stop: Annotated[list[StopString] | None, BeforeValidator(_stop_list)] = Field(
         None, min_length=1, max_length=4
     )
+    include_stop_str_in_output: bool | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=128)
     ignore_eos: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)

@@ -98,7 +98,7 @@ class _ChoiceText:
         self._has_token_ids = choice.has_token_ids
         self._has_steps = choice.has_steps
         self._by_token = bool(choice.stops) or choice.has_steps
-        self._matcher = StopMatcher(choice.stops)
+        self._matcher = StopMatcher(choice.stops, is_shown=choice.shows_stop)
         self._reader = choice.make_reader() if choice.make_reader is not None else None
         self._detokenizer = Detokenizer(tokenizer, has_markers=self._reader is not None)
         self._has_called = False

@@ -188,14 +188,16 @@ class Detokenizer:
 class StopMatcher:
     """Finds the first of some stop strings in streamed text, and holds back what may be the start of one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:
         self._stops = tuple(stops)
+        self._is_shown = is_shown  # the stop string itself is text
         self._held = ""
         self.is_matched = False
         self.matched: str | None = None  # which of the stop strings it was
 
     def push(self, text: str) -> str:
-        """The text that is safe to send now; from a match on, the stop string and the rest are dropped."""
+        """The text that is safe to send now; from a match on, the rest is dropped, and so is the stop string
+        unless it is to be shown."""
         if self.is_matched:
             return ""
         if not self._stops:
@@ -204,10 +206,10 @@ class StopMatcher:
         # The stop string that is complete first wins, so chunks that hold several tokens change nothing.
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            _, at, self.matched = min(found)
+            end, at, self.matched = min(found)
             self.is_matched = True
             self._held = ""
-            return text[:at]
+            return text[: end if self._is_shown else at]
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

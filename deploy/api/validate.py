@@ -46,6 +46,7 @@ class Choice:
     priority: int
     cache_salt: str
     max_draft_tokens: int | None
+    shows_stop: bool = False  # the stop string that ends its text is part of it
     has_token_ids: bool = False  # its answer tells the ids of its tokens
     has_steps: bool = False  # its stream tells the text of every token and which of them were drafted
     echoed: str = ""  # text that goes before the output
@@ -193,6 +194,7 @@ def _choices(
                     priority=request.priority or 0,
                     cache_salt=request.cache_salt or "",
                     max_draft_tokens=_max_draft_tokens(request),
+                    shows_stop=bool(request.include_stop_str_in_output),
                     has_token_ids=bool(request.return_token_ids),
                     has_steps=_has_steps(request),
                     echoed=echoed,

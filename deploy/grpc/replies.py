@@ -1,5 +1,6 @@
 """Pieces of an answer as gRPC messages."""
 
+import json
 import time
 
 from ...cluster.messages import TokenLogprobs
@@ -31,6 +32,12 @@ def usage_of(account: Account) -> pb.Usage:
     )
 
 
+def metrics_of(account: Account) -> str:
+    """The report on drafting, where one was asked for."""
+    told = account.metrics()
+    return json.dumps(told["metrics"]) if told else ""
+
+
 def whole(
     reply_id: str, model: str, job: Job, gathered: list[Gathered], account: Account, tokenizer: Tokenizer
 ) -> pb.GenerateResponse:
@@ -47,7 +54,12 @@ def whole(
         for choice, told in zip(job.choices, gathered, strict=True)
     ]
     return pb.GenerateResponse(
-        id=reply_id, created=int(time.time()), model=model, choices=generated, usage=usage_of(account)
+        id=reply_id,
+        created=int(time.time()),
+        model=model,
+        choices=generated,
+        usage=usage_of(account),
+        metrics_json=metrics_of(account),
     )
 
 

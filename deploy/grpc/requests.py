@@ -32,7 +32,7 @@ def prepare(request: pb.GenerateRequest, served: ServedModel, *, is_stream: bool
             body["messages"] = [{"role": m.role, "content": m.content} for m in request.chat.messages]
             if "logprobs" in body:
                 body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
-            job = prepare_chat(_encoded(body), served)
+            job = _told(prepare_chat(_encoded(body), served))
             # A chunk has one field for text: thoughts and calls are in it as the model wrote them.
             return replace(job, choices=[replace(choice, make_reader=None) for choice in job.choices])
         case "prompt_ids":
@@ -45,7 +45,18 @@ def prepare(request: pb.GenerateRequest, served: ServedModel, *, is_stream: bool
                 code="missing_required_parameter",
                 param="input",
             )
-    return prepare_completion(_encoded(body), served)
+    return _told(prepare_completion(_encoded(body), served))
+
+
+def _told(job: Job) -> Job:
+    """A job whose answer there are fields for."""
+    if job.choices[0].has_steps:
+        raise RequestError(
+            "'speculation.steps' is not supported over gRPC: a chunk has no place for what it tells",
+            code="unsupported_parameter",
+            param="speculation.steps",
+        )
+    return job
 
 
 def prepare_tokens(request: pb.TokenizeRequest, served: ServedModel) -> list[int]:

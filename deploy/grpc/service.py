@@ -24,7 +24,7 @@ from ..api.validate import Job
 from ..tracing import RequestTrace
 from . import paceline_pb2 as pb
 from .calls import answering
-from .replies import chunk_of, usage_of, whole
+from .replies import chunk_of, metrics_of, usage_of, whole
 from .requests import prepare, prepare_tokens
 from .status import CallContext, answer_error, metadata
 
@@ -86,7 +86,8 @@ class GrpcMethods:
                 async for piece in pieces:
                     account.add(piece)
                     yield chunk_of(reply_id, piece, tokenizer)
-            yield pb.GenerateChunk(id=reply_id, usage=usage_of(account))
+            totals = {"usage": usage_of(account), "metrics_json": metrics_of(account)}
+            yield pb.GenerateChunk(id=reply_id, **totals)
 
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: CallContext) -> pb.TokenizeResponse:
         answer = pb.TokenizeResponse(max_model_len=self._front.served.max_model_len)

@@ -1,9 +1,9 @@
 """The gRPC door over real sockets, with scripted tokens: messages, refusals, cancellation, guards."""
 
 import asyncio
-import itertools
+import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,7 @@ from front import MODEL, ScriptedEngine, scripted_front
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.cluster.errors import EngineError, RequestError
-from paceline.deploy.api.guard import NUM_AHEAD, ReadAhead
 from paceline.deploy.api.keys import KeyRing, load_keys
-from paceline.deploy.api.streaming import ClientGone, EventStream
 from paceline.deploy.grpc import generate
 from paceline.deploy.grpc import paceline_pb2 as pb
 from paceline.deploy.grpc.paceline_pb2_grpc import PacelineStub, add_PacelineServicer_to_server
@@ -264,68 +262,6 @@ async def test_nobody_aborts_what_is_another_s(tmp_path: Path) -> None:
         await door.idle()
 
 
-async def test_a_stream_that_nobody_reads_is_ended() -> None:
-    """The guard alone: over a socket the buffers on the way hide a stopped reader for a while."""
-    is_closed = asyncio.Event()
-
-    async def endless() -> AsyncGenerator[int, None]:
-        try:
-            for number in itertools.count(1):
-                yield number
-        finally:
-            is_closed.set()
-
-    ahead = ReadAhead(endless(), 0.05)
-    assert await anext(ahead) == 1
-    async with asyncio.timeout(5):
-        await is_closed.wait()
-    left = [await anext(ahead) for _ in range(NUM_AHEAD)]
-    assert left == list(range(2, NUM_AHEAD + 2))
-    with pytest.raises(RequestError, match=r"was read for 0\.05 s"):
-        await anext(ahead)
-    await ahead.aclose()
-
-
-async def test_events_that_nobody_takes_end_the_stream() -> None:
-    """Over HTTP it is the socket that does not take them."""
-    is_closed = asyncio.Event()
-    taken: list[bytes] = []
-
-    async def events() -> AsyncGenerator[bytes, None]:
-        try:
-            while True:
-                yield b"data: x\n\n"
-        finally:
-            is_closed.set()
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        if len(taken) == 3:
-            await asyncio.Event().wait()
-        taken.append(message.get("body", b""))
-
-    async def receive() -> MutableMapping[str, Any]:
-        await asyncio.Event().wait()
-        return {}
-
-    with pytest.raises(ClientGone, match="nothing was read"):
-        await EventStream(events(), 0.05)({}, receive, send)
-    assert is_closed.is_set()
-
-
-async def test_a_slow_reader_who_reads_is_served() -> None:
-    async def many() -> AsyncGenerator[int, None]:
-        for number in range(3 * NUM_AHEAD):
-            yield number
-
-    ahead = ReadAhead(many(), 0.2)
-    await asyncio.sleep(0.05)
-    got = []
-    async for number in ahead:
-        got.append(number)
-        await asyncio.sleep(0.001)
-    assert got == list(range(3 * NUM_AHEAD))
-
-
 async def test_each_call_is_counted_and_logged_without_its_text(
     door: Door, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -398,3 +334,10 @@ async def test_prompts_are_told_of_as_over_http(door: Door) -> None:
     assert (status, trailers["paceline-param"]) == (grpc.StatusCode.INVALID_ARGUMENT, "prompt_logprobs")
     await door.stub.Generate(text(truncate_prompt_tokens=2))
     assert len(door.engine.prompts[-1]) == 2
+    report = '{"speculation": {"report": true}}'
+    answer = await door.stub.Generate(text(max_tokens=3, extra_json=report))
+    assert "speculative_decoding" in json.loads(answer.metrics_json)
+    *_, last = [chunk async for chunk in door.stub.GenerateStream(text(max_tokens=3, extra_json=report))]
+    assert last.metrics_json == answer.metrics_json
+    steps = door.stub.GenerateStream(text(extra_json='{"speculation": {"steps": true}}'))
+    assert (await door.refused(steps))[1]["paceline-param"] == "speculation.steps"

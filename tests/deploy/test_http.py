@@ -83,6 +83,10 @@ def test_without_include_usage_no_chunk_has_usage(client: httpx.Client) -> None:
     assert not any("usage" in chunk for chunk in chunks)
 
 
+def _text(response: httpx.Response) -> str:
+    return response.json()["choices"][0]["text"]
+
+
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 100])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_text_and_usage(
@@ -100,6 +104,9 @@ def test_a_stop_string_ends_text_and_usage(
         text, reason = reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]
         num_tokens = reply["usage"]["completion_tokens"]
     assert (text, reason) == ("the f", "stop")
+    shown = client.post("/v1/completions", json={**body, "include_stop_str_in_output": True})
+    whole = "".join(c["choices"][0]["text"] for c in events(shown)[:-2]) if stream else _text(shown)
+    assert whole == "the fox say"
     shortest = next(
         n
         for n in range(1, 50)

@@ -7,7 +7,7 @@ each row. (Serve gives every answer its `x-request-id`; `test_openai` looks for 
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -257,12 +257,14 @@ def _code(result: dict[str, Any]) -> str:
 
 
 def grpc_calls(served: Served) -> None:
-    good = [("authorization", f"Bearer {KEY}")]
+    good = (("authorization", f"Bearer {KEY}"),)
     asked = {"model": MODEL, "prompt": "hi", "max_tokens": 1}
 
-    def refused(request: pb.GenerateRequest, metadata: Sequence[tuple[str, str]] = (), **options: Any) -> Any:
+    def refused(
+        request: pb.GenerateRequest, metadata: tuple[tuple[str, str], ...] = good, **options: Any
+    ) -> Any:
         with pytest.raises(grpc.RpcError) as refusal:
-            stub.Generate(request, metadata=metadata or good, **{"timeout": 30, **options})
+            stub.Generate(request, metadata=metadata, **{"timeout": 30, **options})
         error: Any = refusal.value
         return error.code().name, dict(error.trailing_metadata() or ()).get("paceline-code")
 
@@ -278,7 +280,7 @@ def grpc_calls(served: Served) -> None:
         huge = pb.GenerateRequest(**{**asked, "prompt": "x" * (5 << 20)})
         assert refused(huge) == ("RESOURCE_EXHAUSTED", None)  # by gRPC itself
         request = pb.GenerateRequest(**asked)
-        wrong = [("authorization", "Basic x")]
+        wrong = (("authorization", "Basic x"),)
         assert refused(request, wrong) == ("UNAUTHENTICATED", "invalid_api_key")
         assert refused(request, timeout=0)[0] == "DEADLINE_EXCEEDED"
         slow = pb.GenerateRequest(

@@ -78,6 +78,12 @@ class ThoughtReader:
         self._state = "thinking" if is_open else "before"
         self._held = ""
         self._has_begun = False  # a thought, or the words behind it: leading blank space is dropped
+        self.has_thought = is_open
+
+    @property
+    def is_past_thoughts(self) -> bool:
+        """Whether what comes now is words or calls."""
+        return self._state == "rest"
 
     def push(self, text: str) -> Said:
         said = Said()
@@ -108,7 +114,7 @@ class ThoughtReader:
     def _before(self, said: Said) -> None:
         seen = self._held.lstrip(SPACES)
         if seen == self.OPENING:
-            self._held, self._state = "", "thinking"
+            self._held, self._state, self.has_thought = "", "thinking", True
         elif not self.OPENING.startswith(seen):
             held, self._held, self._state, self._has_begun = self._held, "", "rest", True
             said.add(self._pass_on(held))

@@ -14,6 +14,7 @@ class Piece:
     text: str  # words
     num_tokens: int  # counted in usage
     tokens: list[tuple[int, TokenLogprobs]]  # only when log-probabilities were asked for
+    num_reasoning: int = 0  # tokens of thoughts; also earlier ones that might have become words
     token_ids: list[int] = field(default_factory=list)  # all that count, only when asked for
     finish_reason: str | None = None
     num_cached_tokens: int = 0  # of the prompt; in the first piece only

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from ...cluster.errors import EngineError, PacelineError
 from ...cluster.messages import Output, SamplingParams
 from ..metrics import RequestTimer
-from .answer import Said
+from .answer import Said, ThoughtReader
 from .gathered import Piece
 from .text import Detokenizer, StopMatcher, Tokenizer
 from .validate import Choice
@@ -97,9 +97,12 @@ class _ChoiceText:
         self._num_tokens = 0
         self._has_token_ids = choice.has_token_ids
         self._has_steps = choice.has_steps
-        self._by_token = bool(choice.stops) or choice.has_steps
         self._matcher = StopMatcher(choice.stops, is_shown=choice.shows_stop)
         self._reader = choice.make_reader() if choice.make_reader is not None else None
+        self._thoughts = self._reader if isinstance(self._reader, ThoughtReader) else None
+        self._num_before_words = 0  # tokens that came before thoughts were over
+        self._num_reasoning = 0  # of which so many were told of
+        self._by_token = bool(choice.stops) or choice.has_steps or self._thoughts is not None
         self._detokenizer = Detokenizer(tokenizer, has_markers=self._reader is not None)
         self._has_called = False
 
@@ -116,8 +119,7 @@ class _ChoiceText:
         if self._matcher.is_matched:
             reason, num_tokens = "stop", num_taken
         tokens = list(zip(shown, output.logprobs, strict=False))[:num_taken] if output.logprobs else []
-        text = "".join(texts)
-        said = Said(content=text) if self._reader is None else self._read(text, is_last=reason is not None)
+        said = self._read(texts, num_taken, is_last=reason is not None)
         self._has_called = self._has_called or bool(said.calls)
         if reason == "stop" and self._has_called:
             reason = "tool_calls"
@@ -127,6 +129,7 @@ class _ChoiceText:
             reasoning=said.reasoning,
             calls=said.calls,
             num_tokens=num_tokens,
+            num_reasoning=self._count_reasoning(),
             tokens=tokens,
             token_ids=ids[:num_tokens] if self._has_token_ids else [],
             finish_reason=reason,
@@ -140,12 +143,26 @@ class _ChoiceText:
             first_scored=output.first_scored,
         )
 
-    def _read(self, text: str, *, is_last: bool) -> Said:
-        assert self._reader is not None
-        said = self._reader.push(text)
+    def _read(self, texts: Sequence[str], num_taken: int, *, is_last: bool) -> Said:
+        """What these texts add; the first `num_taken` of them are a token's each, where that matters."""
+        if self._reader is None:
+            return Said(content="".join(texts))
+        said = Said()
+        for place, text in enumerate(texts):
+            if self._thoughts is not None and place < num_taken and not self._thoughts.is_past_thoughts:
+                self._num_before_words += 1
+            said.add(self._reader.push(text))
         if is_last:
             said.add(self._reader.finish())
         return said
+
+    def _count_reasoning(self) -> int:
+        """Tokens of thoughts, tags included, that no piece has told of yet."""
+        if self._thoughts is None or not self._thoughts.has_thought:
+            return 0
+        num_new = self._num_before_words - self._num_reasoning
+        self._num_reasoning = self._num_before_words
+        return num_new
 
     def _take_by_token(self, ids: Sequence[int]) -> list[str]:
         """What each of these tokens adds to the text, up to the one that completes a stop string."""

@@ -60,6 +60,24 @@ def test_responses(url: str) -> None:
     assert "".join(deltas) == '{"city": "Paris"}' * 2
 
 
+def test_tokens_of_thoughts_are_counted(url: str) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        thought = httpx.post(
+            f"{url}/tokenize", json={"prompt": "<think>hm, so</think>"}, trust_env=False
+        ).json()
+        response = client.responses.create(model=MODEL, input="rain?")
+        assert response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens == thought["count"]
+        options: Any = {"include_usage": True}
+        *_, last = client.chat.completions.create(
+            model=MODEL, messages=USER, stream=True, stream_options=options
+        )
+    assert last.usage is not None
+    assert last.usage.completion_tokens_details is not None
+    assert last.usage.completion_tokens_details.reasoning_tokens == thought["count"]
+    assert last.usage.completion_tokens == response.usage.output_tokens
+
+
 def test_events_of_responses_are_openai_s(url: str) -> None:
     schemas = load()
     body = {"model": MODEL, "input": "rain?", "tools": [RESPONSES_TOOL], "stream": True}

@@ -1,37 +1,19 @@
 """Token ids in answers, and prompts that are cut to so many of them, over a real socket."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from front import MAX_MODEL_LEN, MODEL, ScriptedEngine, events, listening, scripted_front
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, ScriptedEngine]]:
-    front, engine = scripted_front(tmp_path_factory.mktemp("model"))
-    with listening(front) as url, httpx.Client(base_url=url, trust_env=False) as client:
-        yield client, engine
-
-
-@pytest.fixture
-def client(served: tuple[httpx.Client, ScriptedEngine]) -> httpx.Client:
-    return served[0]
-
-
-@pytest.fixture
-def engine(served: tuple[httpx.Client, ScriptedEngine]) -> ScriptedEngine:
-    return served[1]
+from front import MAX_MODEL_LEN, MODEL, ScriptedEngine, events
 
 
 def chat(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": "the fox?"}], **fields}
 
 
-def ids_told(client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[int], list[list[int]]]:
+def ids_told(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[int], list[list[int]]]:
     """The prompt's ids and those of each choice, as a whole answer tells them."""
-    reply = client.post(path, json={**body, "return_token_ids": True}).json()
+    reply = http.post(path, json={**body, "return_token_ids": True}).json()
     of_prompt = {
         tuple(place["prompt_token_ids"])
         for place in (reply, *reply["choices"])
@@ -47,22 +29,22 @@ def ids_told(client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[lis
 @pytest.mark.parametrize("fields", [{}, {"n": 2, "stop": "ox say"}, {"max_tokens": 5, "logprobs": 1}])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_token_ids_are_told_where_vllm_tells_them(
-    client: httpx.Client, engine: ScriptedEngine, path: str, fields: dict[str, Any], tokens_per_step: int
+    http: httpx.Client, engine: ScriptedEngine, path: str, fields: dict[str, Any], tokens_per_step: int
 ) -> None:
     engine.tokens_per_step = tokens_per_step
     is_chat = path != "/v1/completions"
     if is_chat and "logprobs" in fields:
         fields = {**fields, "logprobs": True}
     body = chat(**fields) if is_chat else {"model": MODEL, "prompt": "the fox?", **fields}
-    prompt_ids, ids = ids_told(client, path, body)
+    prompt_ids, ids = ids_told(http, path, body)
     assert prompt_ids == engine.prompts[-1]
-    text = client.post("/detokenize", json={"tokens": ids[0]}).json()["prompt"]
-    whole = client.post(path, json=body).json()["choices"][0]
+    text = http.post("/detokenize", json={"tokens": ids[0]}).json()["prompt"]
+    whole = http.post(path, json=body).json()["choices"][0]
     assert text.startswith(whole["message"]["content"] if is_chat else whole["text"])
 
     streamed: list[list[int]] = [[] for _ in ids]
     prompts: list[Any] = []
-    for chunk in events(client.post(path, json={**body, "stream": True, "return_token_ids": True}))[:-1]:
+    for chunk in events(http.post(path, json={**body, "stream": True, "return_token_ids": True}))[:-1]:
         (choice,) = chunk["choices"]
         streamed[choice["index"]] += choice.get("token_ids", [])
         prompts += [place["prompt_token_ids"] for place in (chunk, choice) if "prompt_token_ids" in place]
@@ -70,7 +52,7 @@ def test_token_ids_are_told_where_vllm_tells_them(
     assert prompts == [prompt_ids] * len(ids)
 
 
-def test_a_prompt_is_cut_where_its_request_says(client: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_prompt_is_cut_where_its_request_says(http: httpx.Client, engine: ScriptedEngine) -> None:
     ids = list(range(3, 303))
     body = {"model": MODEL, "max_tokens": 6}
     for fields, kept in (
@@ -78,13 +60,13 @@ def test_a_prompt_is_cut_where_its_request_says(client: httpx.Client, engine: Sc
         ({"truncate_prompt_tokens": 10, "truncation_side": "right"}, ids[:10]),
         ({"truncate_prompt_tokens": -1}, ids[-(MAX_MODEL_LEN - 6) :]),
     ):
-        reply = client.post("/v1/completions", json={**body, "prompt": ids, **fields})
+        reply = http.post("/v1/completions", json={**body, "prompt": ids, **fields})
         assert reply.status_code == 200, reply.text
         assert engine.prompts[-1] == kept
         assert reply.json()["usage"]["prompt_tokens"] == len(kept)
     echoed = {**body, "prompt": "the quick brown fox", "truncate_prompt_tokens": 2, "echo": True}
-    text = client.post("/v1/completions", json=echoed).json()["choices"][0]["text"]
-    assert text.startswith(client.post("/detokenize", json={"tokens": engine.prompts[-1]}).json()["prompt"])
+    text = http.post("/v1/completions", json=echoed).json()["choices"][0]["text"]
+    assert text.startswith(http.post("/detokenize", json={"tokens": engine.prompts[-1]}).json()["prompt"])
     assert len(engine.prompts[-1]) == 2
-    assert client.post("/v1/chat/completions", json=chat(truncate_prompt_tokens=4)).status_code == 200
+    assert http.post("/v1/chat/completions", json=chat(truncate_prompt_tokens=4)).status_code == 200
     assert len(engine.prompts[-1]) == 4

@@ -41,9 +41,10 @@ def test_a_bare_machine_makes_data_and_trains(tmp_path: Path, target: Path, chat
     bare = [sys.executable, "-c", BARE]
     common = ["--model", str(target), "--threads", "1", "--device", "cpu"]
     made = ["data", "--out", str(tmp_path / "d"), "--tokens", "100", "--prompts", str(chats), "--taps", "0,1"]
-    made += ["--places", "8", "--round-len", "60", "--max-answer-len", "12", "--shard-len", "20", *common]
+    made += ["--places", "8", "--round-len", "60", "--max-answer-len", "12", "--shard-len", "20"]
+    made += ["--keep-last", *common]
     trained = ["fit", "--data", str(tmp_path / "d"), "--out", str(tmp_path / "f"), "--passes", "0.1"]
-    trained += ["--block", "4", *common]
+    trained += ["--block", "4", "--distill", "0.3", *common]
     for command in (made, trained):
         done = subprocess.run([*bare, *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from paceline.cluster.errors import ConfigError
 from paceline.drafter.training.batches import Examples
 from paceline.drafter.training.corpus import Corpus, note_shards, open_corpus
 from paceline.drafter.training.data import find_prompts, find_shards
+from paceline.drafter.training.prompts import Split
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,8 @@ def test_directories_are_read_as_one_and_each_prompt_once(
 ) -> None:
     corpus = opened(machines, tmp_path, target)
 
-    for examples, split in ((corpus.train, "train"), (corpus.heldout, "heldout")):
+    splits: tuple[tuple[Examples, Split], ...] = ((corpus.train, "train"), (corpus.heldout, "heldout"))
+    for examples, split in splits:
         found = prompts_of(examples)
         wanted = {tuple(p.token_ids) for directory in machines for p in find_prompts(directory, split)}
         assert set(found) == wanted

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from trained import CPU, fill, make_target, settings_of, write_chats
 
 from paceline.cluster.errors import ConfigError
-from paceline.deploy.bench.servers import free_port
+from paceline.deploy.ingress import free_port
 from paceline.drafter.training.fit import FitPace, FitSettings, Ranks, fit
 
 SETTINGS = (

@@ -13,6 +13,7 @@ from ...cluster.choices import Dtype
 from ...cluster.config import Config
 from ...cluster.errors import UserError
 from ..options import config_command
+from .planning_mode import PlanningMode
 
 app = typer.Typer(help="Measure a server, an engine, or the scheduler alone.", no_args_is_help=True)
 
@@ -124,20 +125,21 @@ def step(
 def scheduler(
     running: Annotated[list[int] | None, typer.Option(min=1, help="Running sequences; repeatable.")] = None,
     num_steps: Annotated[int, typer.Option(min=10, help="Measured at each.")] = 200,
-    drafts: Annotated[int, typer.Option(min=0, help="Drafts per sequence and step.")] = 0,
+    mode: Annotated[
+        list[PlanningMode] | None,
+        typer.Option(help="Without drafts, with them, or with the budget choosing; repeatable."),
+    ] = None,
+    drafts: Annotated[int, typer.Option(min=1, help="Drafts per sequence and step.")] = 7,
     accepted: Annotated[int, typer.Option(min=0, help="Of these, how many stand.")] = 3,
-    draft_budget: Annotated[bool, typer.Option(help="Let the budget choose how many are verified.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
     """Say how long deciding a step takes, by the number of running sequences."""
     from rich.console import Console
 
-    from .planning import PlanningCase, measure_planning, table_of
+    from .planning import measure_planning, table_of
 
-    num_accepted = min(accepted, drafts)
-    has_budget = draft_budget and drafts > 0
-    case = PlanningCase(num_drafts=drafts, num_accepted=num_accepted, has_budget=has_budget)
-    report = measure_planning(running or [1, 32, 256, 1024, 4096], num_steps, case)
+    runnings = running or [1, 32, 256, 1024, 4096]
+    report = measure_planning(runnings, num_steps, mode or [PlanningMode.PLAIN], drafts, accepted)
     if as_json:
         _print_json(report)
     else:

@@ -27,6 +27,7 @@ from ...scheduler.events import Command, DraftsArrived, ShardUp, ToShard
 from ...scheduler.limits import Limits
 from ...scheduler.state import Scheduler
 from .measure import quantile
+from .planning_mode import PlanningMode
 
 PAGE_SIZE = 16
 PROMPT_LEN = 128
@@ -40,10 +41,18 @@ class PlanningCase(msgspec.Struct, frozen=True, kw_only=True):
     num_accepted: int = 0
     has_budget: bool = False
 
+    @classmethod
+    def of(cls, mode: PlanningMode, num_drafts: int, num_accepted: int) -> "PlanningCase":
+        if mode is PlanningMode.PLAIN:
+            return cls()
+        num_accepted = min(num_accepted, num_drafts)
+        return cls(num_drafts=num_drafts, num_accepted=num_accepted, has_budget=mode is PlanningMode.BUDGET)
+
 
 class PlanningRow(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds of processor time per step."""
 
+    mode: PlanningMode
     running: int
     median_ms: float
     p99_ms: float
@@ -52,33 +61,34 @@ class PlanningRow(msgspec.Struct, frozen=True, kw_only=True):
 class PlanningReport(msgspec.Struct, frozen=True, kw_only=True):
     """One run."""
 
-    case: PlanningCase
+    num_drafts: int
+    num_accepted: int
     rows: list[PlanningRow]
 
 
-def measure_planning(runnings: Sequence[int], num_steps: int, case: PlanningCase) -> PlanningReport:
-    """One row for each number of running sequences."""
+def measure_planning(
+    runnings: Sequence[int], num_steps: int, modes: Sequence[PlanningMode], num_drafts: int, num_accepted: int
+) -> PlanningReport:
+    """One row for each mode and number of running sequences."""
     rows: list[PlanningRow] = []
-    for num_running in runnings:
-        calm_collector()
-        times_ms = [1e3 * s for s in step_times_s(num_running, num_steps, case)]
-        rows.append(
-            PlanningRow(
-                running=num_running,
-                median_ms=round(quantile(times_ms, 0.5), 4),
-                p99_ms=round(quantile(times_ms, 0.99), 4),
-            )
-        )
-    return PlanningReport(case=case, rows=rows)
+    for mode in modes:
+        case = PlanningCase.of(mode, num_drafts, num_accepted)
+        for num_running in runnings:
+            calm_collector()
+            times_ms = [1e3 * s for s in step_times_s(num_running, num_steps, case)]
+            median_ms, p99_ms = (round(quantile(times_ms, share), 4) for share in (0.5, 0.99))
+            rows.append(PlanningRow(mode=mode, running=num_running, median_ms=median_ms, p99_ms=p99_ms))
+    return PlanningReport(num_drafts=num_drafts, num_accepted=num_accepted, rows=rows)
 
 
 def table_of(report: PlanningReport) -> Table:
     """The rows for a terminal."""
     table = Table(box=None, pad_edge=False)
+    table.add_column("mode")
     for header in ("running", "median ms", "p99 ms"):
         table.add_column(header, justify="right")
     for row in report.rows:
-        table.add_row(str(row.running), f"{row.median_ms:.3f}", f"{row.p99_ms:.3f}")
+        table.add_row(row.mode, str(row.running), f"{row.median_ms:.3f}", f"{row.p99_ms:.3f}")
     return table
 
 

@@ -127,7 +127,15 @@ def test_the_scheduler_alone_is_measured_as_json(capsys: pytest.CaptureFixture[s
         main(["bench", "scheduler", "--running", "4", "--running", "8", "--num-steps", "10", "--json"]) == 0
     )
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["running"] for row in rows] == [4, 8]
+    assert [(row["mode"], row["running"]) for row in rows] == [("plain", 4), ("plain", 8)]
+    assert all(0 < row["median_ms"] <= row["p99_ms"] for row in rows)
+
+
+def test_deciding_is_measured_with_drafts_and_with_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    modes = ["--mode", "plain", "--mode", "drafts", "--mode", "budget"]
+    assert main(["bench", "scheduler", "--running", "4", "--num-steps", "10", "--json", *modes]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["mode"] for row in rows] == ["plain", "drafts", "budget"]
     assert all(0 < row["median_ms"] <= row["p99_ms"] for row in rows)
 
 

@@ -133,5 +133,5 @@ class Survival:
             table = np.where(is_chance, table, 0.0)
         return table[:, :_NUM_PLACES]
 
-    def _count(self, cells: Ints) -> Floats:
+    def _count(self, cells: Ints) -> Ints:
         return np.bincount(cells, minlength=self._tried.size).reshape(self._tried.shape)

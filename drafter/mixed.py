@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..cluster.messages import Commit, Draft, Open, Propose, Slide
 from .dflash_proposer import DFlashProposer
-from .ngram import NgramProposer
+from .ngram import MAX_DRAFTS, NgramProposer
 
 _NUM_BINS = 10  # of confidence
 _PRIOR = 4.0  # trials that a proposer's own word is worth
@@ -58,14 +58,15 @@ class MixedProposer:
 
     def __init__(self, network: DFlashProposer) -> None:
         self._network = network
-        self._lookup = NgramProposer(network.max_drafts)
+        # A match may go on for longer than a network of short blocks drafts.
+        self._lookup = NgramProposer(max(network.max_drafts, MAX_DRAFTS))
         self._of_network = Calibration()
         self._of_lookup = Calibration()
         self._sequences: dict[int, _Sequence] = {}
 
     @property
     def max_drafts(self) -> int:
-        return self._network.max_drafts
+        return self._lookup.max_drafts
 
     @property
     def tap_layer_ids(self) -> tuple[int, ...]:
@@ -104,7 +105,8 @@ class MixedProposer:
             for proposal, found in zip(proposals, looked_up, strict=True)
             if self._may_do_better(proposal.sequence_id, found)
         ]
-        thought = {draft.sequence_id: draft for draft in self._network.draft(needed, num_drafts)}
+        num_thought = min(num_drafts, self._network.max_drafts)
+        thought = {draft.sequence_id: draft for draft in self._network.draft(needed, num_thought)}
         return [self._choose(found, thought.get(found.sequence_id)) for found in looked_up]
 
     def check(self) -> None:

@@ -9,6 +9,7 @@ from ..cluster.messages import Commit, Draft, Open, Propose, SamplingParams, Sli
 
 MIN_MATCH_LEN = 2  # the index is by pairs: a single token says little about the next
 MAX_MATCH_LEN = 8  # a longer match predicts no better
+MAX_DRAFTS = 8  # of a block, where nothing else is said
 _MAX_CANDIDATES = 32  # earlier occurrences of the last pair that are compared
 # Chance that a draft stands after m matching tokens, m / (m + _DOUBT): what is wanted of it is the order, the
 # scheduler corrects the level by what it sees.
@@ -73,7 +74,7 @@ class NgramIndex:
 class NgramProposer:
     """Implements `proposer.Proposer`. It keeps no context: commits, slides and pages never come."""
 
-    def __init__(self, max_drafts: int = 8) -> None:
+    def __init__(self, max_drafts: int = MAX_DRAFTS) -> None:
         self.max_drafts = max_drafts
         self.tap_layer_ids: tuple[int, ...] = ()
         self.num_pages = 0

@@ -19,10 +19,17 @@ NOVELTY = list(range(20, 36))
 class Pair:
     """A mixed proposer and its network alone, fed with the same sequence."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, block_size: int | None = None) -> None:
         drafter, target = make_drafter(path, config_of()), make_target()
         self.alone, network = (
-            DFlashProposer.load(drafter, target, context_bytes=1 << 20, page_size=PAGE, dtype=torch.float32)
+            DFlashProposer.load(
+                drafter,
+                target,
+                context_bytes=1 << 20,
+                page_size=PAGE,
+                block_size=block_size,
+                dtype=torch.float32,
+            )
             for _ in range(2)
         )
         self.network = network
@@ -47,7 +54,8 @@ class Pair:
     def propose(self, new_tokens: list[int]) -> tuple[Draft, Draft]:
         """(mixed, network alone) behind the last of the new tokens."""
         proposals = [Propose(1, new_tokens, [8, 9])]
-        return self.mixed.propose(proposals, 4)[0], self.alone.propose(proposals, 4)[0]
+        num_alone = min(4, self.alone.max_drafts)
+        return self.mixed.propose(proposals, 4)[0], self.alone.propose(proposals, num_alone)[0]
 
     def emit(self, tokens: list[int]) -> tuple[Draft, Draft]:
         self._commit(len(tokens))
@@ -79,6 +87,22 @@ def test_a_long_match_of_an_unsure_network_is_copied(pair: Pair) -> None:
 
     assert expected_tokens(alone.confidences) < expected_tokens([0.8] * 4), "a random network is not sure"
     assert mixed.token_ids == [1, 2, 3, 4]
+
+
+def test_a_match_may_be_longer_than_the_blocks_of_the_network(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, block_size=3)
+    assert pair.network.max_drafts == 2
+    assert pair.mixed.max_drafts > 4
+    pair.open(NOVELTY)
+    mixed, alone = pair.propose(NOVELTY[-1:])
+    assert mixed.token_ids == alone.token_ids
+    assert len(alone.token_ids) == 2
+
+    pair.mixed.free(1)
+    pair.alone.free(1)
+    pair.end = 0
+    pair.open(REPETITION)
+    assert pair.propose(REPETITION[-1:])[0].token_ids == [1, 2, 3, 4]
 
 
 def test_a_network_that_promised_less_is_not_run_again(pair: Pair) -> None:

@@ -31,7 +31,7 @@ from . import llama_cpp, vllm
 from .client import BenchError
 from .llama_cpp import install_llama_cpp, measure_llama_cpp
 from .measure import Measurement
-from .prompts import make_prompts
+from .prompts import make_chat_prompts, make_prompts
 from .report import OURS, Report, Round, around_markers, markdown, rich_table, this_machine, write_into
 from .servers import PeerUnavailable, measure_paceline
 from .setting import Setting, Workload, num_prompts_for
@@ -175,6 +175,7 @@ def main(
     ] = None,
     prompt_len: Annotated[int, typer.Option(min=1, max=4096)] = 128,
     new_tokens: Annotated[int, typer.Option(min=2, max=4096)] = 128,
+    chat: Annotated[bool, typer.Option("--chat", help="ask in the chat template")] = False,
     only: Annotated[list[Peer] | None, typer.Option(help="measure just this one; repeatable")] = None,
     skip: Annotated[list[Peer] | None, typer.Option(help="leave this one out; repeatable")] = None,
     drafter_path: Annotated[
@@ -191,7 +192,7 @@ def main(
     peers = [peer for peer in MEASURES if (not only or peer in only) and peer not in (skip or [])]
     if drafter_path is None:
         peers = [peer for peer in peers if peer not in WITH_DRAFTER]
-    workload = Workload(prompt_len=prompt_len, num_new_tokens=new_tokens)
+    workload = Workload(prompt_len=prompt_len, num_new_tokens=new_tokens, is_chat=chat)
     try:
         if page is not None:
             around_markers(page)  # found out now, not after the minutes of measuring
@@ -230,13 +231,17 @@ def prepare(
 ) -> Setting:
     """Fetch the model if need be, and cut the prompts with its tokenizer."""
     path = resolve_model(model)
-    num_prompts = num_prompts_for(concurrencies)
+    num_prompts, prompt_len = num_prompts_for(concurrencies), workload.prompt_len
+    if workload.is_chat:
+        prompts = make_chat_prompts(path, num_prompts, prompt_len)
+    else:
+        prompts = make_prompts(path / "tokenizer.json", num_prompts, prompt_len)
     return Setting(
         model_path=str(path),
         dtype=dtype,
         workload=workload,
         concurrencies=concurrencies,
-        prompts=make_prompts(path / "tokenizer.json", num_prompts, workload.prompt_len),
+        prompts=prompts,
         drafter_path=None if drafter_path is None else str(drafter_path.resolve()),
     )
 

@@ -8,7 +8,11 @@ import msgspec
 from tokenizers import Tokenizer
 
 from ...cluster.errors import UserError
+from ...drafter.training.prompts import Frame
+from ..api.text import Tokenizer as ChatTokenizer
 from .client import Query
+
+_QUESTION = "Explain this in simple words:\n\n"
 
 
 def read_queries(file: Path) -> list[Query]:
@@ -44,6 +48,22 @@ def make_prompts(tokenizer_file: Path, num_prompts: int, prompt_len: int) -> lis
             "hand; lower the number of requests or the prompt length"
         )
     return [ids[start : start + prompt_len] for start in range(0, num_prompts * prompt_len, prompt_len)]
+
+
+def make_chat_prompts(model_path: Path, num_prompts: int, prompt_len: int) -> list[list[int]]:
+    """The same as a user's first turn: each asks for an explanation of its part of the manual.
+
+    Raises UserError when the chat template leaves no room in `prompt_len` for that.
+    """
+    tokenizer = ChatTokenizer.load(model_path)
+    frame = Frame.of(tokenizer)
+    before = frame.before + tokenizer.encode_word(_QUESTION)
+    own_len = prompt_len - len(before) - len(frame.after)
+    if own_len < 1:
+        least = prompt_len - own_len + 1
+        raise UserError(f"a chat takes more than {prompt_len} tokens; give --prompt-len {least} or more")
+    windows = make_prompts(model_path / "tokenizer.json", num_prompts, own_len)
+    return [before + window + frame.after for window in windows]
 
 
 def make_queries(

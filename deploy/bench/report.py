@@ -203,7 +203,9 @@ def _markdown_table(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> li
 
 
 def _workload(report: Report) -> str:
-    return f"{report.workload.prompt_len} prompt tokens, {report.workload.num_new_tokens} new, greedy"
+    workload = report.workload
+    kind = "chat" if workload.is_chat else "prompt"
+    return f"{workload.prompt_len} {kind} tokens, {workload.num_new_tokens} new, greedy"
 
 
 def _span(values: list[float]) -> str:

@@ -21,6 +21,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_len: int = 128
     num_new_tokens: int = 128
+    is_chat: bool = False  # prompts are a user's turn, not bare text
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):

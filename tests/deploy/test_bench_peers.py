@@ -14,13 +14,14 @@ from scripted_server import COUNTERS, ScriptedServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.cluster.errors import UserError
+from paceline.deploy.api.text import Tokenizer as ChatTokenizer
 from paceline.deploy.bench import counters, peers
 from paceline.deploy.bench.client import BenchError, Stream, Timing, read_stream
 from paceline.deploy.bench.counters import StepCounters, parse_step_counters
 from paceline.deploy.bench.load import Load
 from paceline.deploy.bench.measure import Measurement, summarise
 from paceline.deploy.bench.peers import Peer, install_peers, run_rounds
-from paceline.deploy.bench.prompts import make_prompts
+from paceline.deploy.bench.prompts import make_chat_prompts, make_prompts
 from paceline.deploy.bench.report import BEGIN, END, Machine, Report, Round, markdown, rows_of, write_into
 from paceline.deploy.bench.servers import running_server
 from paceline.deploy.bench.setting import (
@@ -92,6 +93,18 @@ def test_prompts_are_as_long_as_asked_all_different_and_the_same_every_time(toke
 def test_more_prompts_than_there_is_text_are_refused(tokenizer_file: Path) -> None:
     with pytest.raises(UserError, match="lower the number of requests"):
         make_prompts(tokenizer_file, 1000, 4096)
+
+
+def test_chat_prompts_are_turns_of_one_length(default_model: Path) -> None:
+    tokenizer = ChatTokenizer.load(default_model)
+    end = tokenizer.render_chat([{"role": "user", "content": "x"}])[-4:]
+    prompts = make_chat_prompts(default_model, 20, 128)
+    assert {len(prompt) for prompt in prompts} == {128}
+    assert len(set(map(tuple, prompts))) == 20
+    assert all("Explain this in simple words:" in tokenizer.decode(prompt) for prompt in prompts)
+    assert all(prompt[-4:] == end for prompt in prompts)
+    with pytest.raises(UserError, match="--prompt-len"):
+        make_chat_prompts(default_model, 1, 12)
 
 
 def test_a_stream_is_read_into_the_times_of_its_events() -> None:

@@ -17,7 +17,6 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from ...cluster.config_json import ConfigJson
 from ...cluster.errors import UserError
 from ..ingress import free_port
 from .client import BenchError
@@ -25,6 +24,7 @@ from .counters import HEARTBEAT_S
 from .llama_cpp import install_llama_cpp, llama_cpp_server
 from .report import OURS
 from .servers import Launch, PeerUnavailable, running_server
+from .setting import trained_drafts
 from .vllm import install_vllm, vllm_server
 
 _ANSWER_TIMEOUT_S = 600.0
@@ -83,7 +83,7 @@ def check_of(
     return Check(
         model_path=model_path.resolve(),
         drafter_path=drafter_path.resolve(),
-        num_drafts=ConfigJson.read(drafter_path / "config.json").integer("block_size") - 1,
+        num_drafts=trained_drafts(drafter_path),
         dtype=dtype,
         prompts=prompts,
         max_tokens=max_tokens,

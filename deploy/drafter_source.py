@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from ..cluster.config import DEFAULT_MODEL, Config
+from ..cluster.config import Config
 from ..cluster.drafter_choice import DrafterChoice
 from ..cluster.model_source import resolve_drafter
 from ..drafter.spec import DrafterSpec
@@ -14,22 +14,19 @@ from ..workers.runner import max_model_len
 from ..workers.spec import ModelSpec
 
 NGRAM = "ngram"
-SHIPPED = Path(__file__).resolve().parent.parent / "drafter" / "pretrained" / "smollm2-135m"
 
 
 def choose_drafter(config: Config, model_path: Path) -> DrafterChoice | None:
     """The drafter of `config.engine.drafter` for the target in `model_path`; None: serve without one.
 
-    "default" is what is shipped for the default model, and prompt lookup, which suits every model, for others
-    or where the shipped one is left out of the installation. Raises ModelError for a checkpoint that is
-    absent, no drafter, or made for another target, and for more draft tokens than it was trained for.
+    "default" is prompt lookup, which suits every model and costs next to nothing. Raises ModelError for a
+    checkpoint that is absent, no drafter, or made for another target, and for more draft tokens than it was
+    trained for.
     """
     engine = config.engine
     match engine.drafter:
         case "none":
             return None
-        case "default" if config.model.model == DEFAULT_MODEL and (SHIPPED / "config.json").is_file():
-            name, path = "default", SHIPPED
         case "default" | "ngram":
             return DrafterChoice(name=NGRAM)
         case name:

@@ -21,7 +21,7 @@ def tiny_config(**engine: object) -> Config:
         **engine,
     }
     return Config(
-        model=ModelConfig(dtype="float32"),
+        model=ModelConfig(model="tiny", dtype="float32"),
         engine=EngineConfig(**settings),  # pyright: ignore[reportArgumentType]
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.errors import ConfigError
-from paceline.deploy import serve
+from paceline.deploy import ray_session
 from paceline.deploy.drafter_swap import swap_drafter
 
 
@@ -23,14 +23,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_commands_of_one_user_share_a_secret_file(cache: Path) -> None:
-    serve.set_environment()
+    ray_session.set_environment()
     path = cache / "ray_token"
     token = path.read_text()
     assert len(token) == 64
     assert path.stat().st_mode & 0o777 == 0o600
     assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(path)
     del os.environ["RAY_AUTH_TOKEN_PATH"]
-    serve.set_environment()
+    ray_session.set_environment()
     assert path.read_text() == token
     assert [file.name for file in cache.iterdir()] == ["ray_token"]
 
@@ -38,7 +38,7 @@ def test_commands_of_one_user_share_a_secret_file(cache: Path) -> None:
 @pytest.mark.parametrize("variable", ["RAY_AUTH_TOKEN", "RAY_ADDRESS"])
 def test_what_the_user_has_set_stays(cache: Path, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "mine")
-    serve.set_environment()
+    ray_session.set_environment()
     assert "RAY_AUTH_TOKEN_PATH" not in os.environ
     assert not cache.exists()
 
@@ -51,9 +51,9 @@ def test_without_a_server_the_remedy_is_named(cache: Path) -> None:
 
 @pytest.mark.usefixtures("cache")
 def test_only_its_own_address_is_taken_back() -> None:
-    serve._announce("first:1")
-    serve._announce("second:2")
-    serve._retract("first:1")
-    assert serve.address_file().read_text() == "second:2"
-    serve._retract("second:2")
-    assert not serve.address_file().exists()
+    ray_session.announce("first:1")
+    ray_session.announce("second:2")
+    ray_session.retract("first:1")
+    assert ray_session.address_file().read_text() == "second:2"
+    ray_session.retract("second:2")
+    assert not ray_session.address_file().exists()

@@ -31,6 +31,7 @@ from paceline.deploy.metrics import Metrics
 from paceline.workers.spec import ModelSpec
 
 MODEL = "real"
+SHIPPED = Path(__file__).parents[2] / "drafter" / "pretrained" / "smollm2-135m"
 MAX_LEN = 144
 TOKEN_BYTES = 2 * 30 * 3 * 64 * 4  # of K/V: two, layers, K/V heads, head dim, float32
 TAP_LAYER_IDS = (3, 20)
@@ -212,6 +213,9 @@ SETTINGS = {
         engine={"context_cap": 64, "max_num_batched_tokens": 40},
         shown=("num_slides", "num_prefix_hits", "num_commit_rows"),
     ),
+    "shipped drafter beside prompt lookup": Setting(
+        drafter="shipped", k=3, engine={"max_num_batched_tokens": 96}, shown=("num_accepted_tokens",)
+    ),
     "prompt lookup, as far as it pays": Setting(
         k=4, engine={"prefix_cache": False, "draft_budget": True}, shown=("num_accepted_tokens",)
     ),
@@ -266,7 +270,8 @@ class Real:
     def config(self, setting: Setting | None) -> Config:
         plain: dict[str, Any] = {"drafter": "none", "prefix_cache": False}
         if setting is not None:
-            drafter = str(self.drafter) if setting.drafter == "dflash" else setting.drafter
+            paths = {"dflash": str(self.drafter), "shipped": str(SHIPPED)}
+            drafter = paths.get(setting.drafter, setting.drafter)
             plain = {"drafter": drafter, "num_draft_tokens": setting.k, "drafter_cache_gib": 0.02}
             plain["draft_budget"] = False  # verify all, unless the setting says else
             plain |= setting.engine
